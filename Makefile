@@ -1,0 +1,31 @@
+# `make test` and `make demo` work on a fresh machine with Python 3.11+ and make.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+DEMO_DIR ?= runs/demo
+
+.PHONY: test test-hf demo lint clean
+
+$(VENV)/.installed: setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade 'pip>=23'
+	$(PY) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+test: $(VENV)/.installed lint
+	$(PY) -m pytest
+
+# Also checks the exported adapter against Hugging Face PEFT (installs torch).
+test-hf: $(VENV)/.installed
+	$(PY) -m pip install --quiet --editable '.[hf]'
+	$(PY) -m pytest -m hf
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+
+demo: $(VENV)/.installed
+	$(PY) experiments/demo.py --workdir=$(DEMO_DIR)
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

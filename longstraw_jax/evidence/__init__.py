@@ -1,0 +1,1 @@
+"""Receipts, parity and their verification."""

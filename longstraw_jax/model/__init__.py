@@ -1,0 +1,1 @@
+"""The GLM-5.2 trunk as Flax NNX modules."""

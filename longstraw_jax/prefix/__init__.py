@@ -1,0 +1,1 @@
+"""The resident state of a prompt: pages, capture, freshness."""

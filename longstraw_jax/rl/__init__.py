@@ -1,0 +1,1 @@
+"""Group-relative policy optimisation as functions of arrays."""

@@ -1,0 +1,1 @@
+"""Kernels, one folder an operation; reference.py in each is its specification in jnp."""

@@ -1,0 +1,189 @@
+"""The trunk: embedding, layers scanned in IndexShare groups, final norm and head."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax import parallel, sharding
+from longstraw_jax.config import LoraConfig, ModelConfig, Segment
+from longstraw_jax.model.block import Block, Pass, pairs_of
+from longstraw_jax.model.linear import Linear, Pair, parameter
+from longstraw_jax.model.norms import RMSNorm
+from longstraw_jax.types import Model, Params
+
+
+class Embedding(nnx.Module):
+    """Token embedding, not scaled; its columns are sharded."""
+
+    def __init__(self, vocab, dim, *, dtype, rngs, std):
+        self.weight = parameter((vocab, dim), stack=None, axes=(None, "fsdp"), dtype=dtype, rngs=rngs, init=std)
+
+
+class Group(nnx.Module):
+    """The layers of one IndexShare group, each parameter stacked over the segment's repetitions."""
+
+    def __init__(self, config: ModelConfig, segment: Segment, *, dtype, rngs):
+        self.layers = nnx.List(
+            [Block(config, kinds, stack=segment.repeat, dtype=dtype, rngs=rngs) for kinds in segment.kinds]
+        )
+
+
+def _unshard(state: nnx.State, axis: str | None) -> nnx.State:
+    """Gathers one layer's resting weights for use; experts stay where they are."""
+
+    def whole(variable):
+        axes = variable.get_metadata("axes")[1:]  # the scan has taken the layer axis
+        if axis is None or "fsdp" not in axes:
+            return variable
+        return variable.replace(parallel.gather(variable[...], axis, axes.index("fsdp")))
+
+    return jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+class Decoder(nnx.Module):
+    """GlmMoeDsaForCausalLM without the MTP layer."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        dtype = jnp.dtype(config.dtype)
+        d, v, std = config.hidden_size, config.vocab_size, config.initializer_range
+        self.embed_tokens = Embedding(v, d, dtype=dtype, rngs=rngs, std=std)
+        self.segments = nnx.List([Group(config, s, dtype=dtype, rngs=rngs) for s in config.segments()])
+        self.norm = RMSNorm(d, config.rms_norm_eps, stack=None, dtype=dtype, rngs=rngs)
+        self.lm_head = Linear(d, v, stack=None, dtype=dtype, rngs=rngs, std=std, axes=(None, "vocab"))
+
+    def __call__(
+        self,
+        ids: Int[Array, "B T"],
+        run: Pass,
+        *,
+        pages: tuple[tuple[Array, Array], ...] | None = None,
+        caches: tuple[Any, ...] | None = None,
+        adapters: Params | None = None,
+        lora: LoraConfig | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...], list[dict[str, Array]]]:
+        """Runs the trunk on one device's share.
+
+        Args:
+          pages: per segment (latents [R, J, pages, 64, W], index keys [R, pages, 64, H]) of the prompt.
+          caches: per segment a list over layers of tails (latents [R, B, tail, W], keys [R, B, tail, H] or None).
+          adapters: see lora.py; None for none.
+
+        Returns:
+          The final norm's output; per segment a list over layers of kept (latents, index keys), stacked over R; and,
+          when run.collect, per segment a list over layers of intermediates, stacked over R.
+        """
+        x = parallel.embed(ids, self.embed_tokens.weight[...], run.axis)
+        scales = lora.scales() if lora is not None else {}
+        every_kept, every_extra = [], []
+        for s, (group, segment) in enumerate(zip(self.segments, self.config.segments(), strict=True)):
+            split = [nnx.split(block) for block in group.layers]
+            graphdefs, states = [g for g, _ in split], [state for _, state in split]
+            segment_adapters = (adapters or {}).get("segments", {}).get(str(s), {})
+
+            def layer(j, x, selection, state, pages_j, caches_j, adapters_j, graphdefs=graphdefs):
+                block = nnx.merge(graphdefs[j], _unshard(state, run.axis))
+                return block(x, selection, pages_j, caches_j, run, pairs_of(adapters_j, scales, run.gate))
+
+            def one_group(x, xs, kinds=segment.kinds, layer=layer):
+                states, pages, caches, group_adapters = xs
+                selection, kept, extras = None, [], []
+                for j, (indexer, _) in enumerate(kinds):
+                    pages_j = (None, None) if pages is None else (pages[0][j], pages[1] if indexer == "full" else None)
+                    fn = functools.partial(layer, j)
+                    if remat:
+                        policy = jax.checkpoint_policies.save_only_these_names("selection")
+                        fn = jax.checkpoint(fn, policy=policy)
+                    cache = (None, None) if caches is None else caches[j]
+                    x, selection, kept_j, extra = fn(
+                        x, selection, states[j], pages_j, cache, group_adapters.get(str(j), {})
+                    )
+                    kept.append(kept_j)
+                    extras.append(extra)
+                return x, (kept, extras)
+
+            xs = (states, None if pages is None else pages[s], None if caches is None else caches[s], segment_adapters)
+            x, (kept, extras) = jax.lax.scan(one_group, x, xs)
+            every_kept.append(kept)
+            every_extra.append(extras)
+        return self.norm(x), tuple(every_kept), every_extra
+
+    def head_pair(self, adapters: Params | None, lora: LoraConfig | None) -> Pair | None:
+        """The low-rank update of lm_head, if there is one."""
+        if adapters is None or "lm_head" not in adapters:
+            return None
+        return Pair(adapters["lm_head"]["a"], adapters["lm_head"]["b"], lora.scales()["lm_head"])
+
+
+@functools.lru_cache(maxsize=16)
+def abstract(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph and ShapeDtypeStructs of the decoder; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+
+def make_model(
+    config: ModelConfig,
+    *,
+    mesh: Mesh | None = None,
+    lora: LoraConfig | None = None,
+    attention: str = "absorbed",
+    remat: bool = True,
+) -> Model:
+    """The static half of a model.
+
+    Raises:
+      ShardingError: the mesh does not divide a dimension that it shards, by name.
+      ValueError: unknown `attention`.
+    """
+    if attention not in ("absorbed", "expanded"):
+        raise ValueError(f"attention={attention!r} is not supported; accepted: 'absorbed' or 'expanded'")
+    graphdef, state = abstract(config)
+    devices = mesh.size if mesh is not None else 1
+    for path, variable in nnx.to_flat_state(state):
+        for size, name in zip(variable.shape, variable.get_metadata("axes"), strict=True):
+            if name is not None:
+                sharding.check_divides(f"{'.'.join(map(str, path))} dimension '{name}'", size, devices)
+    return Model(config, graphdef, mesh, lora, attention, remat)
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """PartitionSpec of every base parameter, as a nested dict like the base weights."""
+    _, state = abstract(config)
+    specs = {path: sharding.spec(v.get_metadata("axes")) for path, v in nnx.to_flat_state(state)}
+    return _nest(specs)
+
+
+def param_shapes(config: ModelConfig) -> Params:
+    """ShapeDtypeStruct of every base parameter, as a nested dict."""
+    _, state = abstract(config)
+    return _nest({path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in nnx.to_flat_state(state)})
+
+
+def _nest(flat: dict[tuple[Any, ...], Any]) -> Params:
+    nested: Params = {}
+    for path, value in flat.items():
+        node = nested
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return nested
+
+
+def init_params(config: ModelConfig, seed: int, *, mesh: Mesh | None = None) -> Params:
+    """Random base weights (normal, initializer_range), made where they will lie."""
+    shardings = jax.tree.map(
+        lambda s: sharding.named(mesh, s), param_specs(config), is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+    @functools.partial(jax.jit, out_shardings=shardings)
+    def make():
+        _, state = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
+        return nnx.to_pure_dict(state)
+
+    return make()

@@ -1,0 +1,300 @@
+"""Every collective: gathers of weights and tokens, global selection, context-sharded attention, experts, vocabulary.
+
+Functions run on one device's share. `axis` names the mesh axis, None means one device; they return then what the
+whole mesh would. Each public step maps its whole body over the mesh once (`mapped`) and gradients are taken outside
+of it: inside the body they would come out multiplied by the axis size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from longstraw_jax import sharding
+from longstraw_jax.types import PAGE
+from pallas_kernels.chunked_logprob import reference as chunked_logprob
+from pallas_kernels.grouped_matmul import reference as grouped_matmul
+from pallas_kernels.indexer_topk import reference as indexer_topk
+from pallas_kernels.sparse_mla import reference as sparse_mla
+
+SELECT_BLOCK = 64  # queries scored at once
+
+
+def mapped(body: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`body(axis, *args)` on every device's share of args, or directly on one device."""
+    if mesh is None:
+        return lambda *args: body(None, *args)
+    # check_vma=False: kernels in interpret mode cannot declare how their outputs vary over the mesh.
+    return jax.shard_map(
+        lambda *args: body(sharding.AXIS, *args), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def axis_size(axis: str | None) -> int:
+    return 1 if axis is None else jax.lax.axis_size(axis)
+
+
+def axis_index(axis: str | None) -> Int[Array, ""]:
+    return jnp.int32(0) if axis is None else jax.lax.axis_index(axis)
+
+
+def gather(x: Array, axis: str | None, dim: int) -> Array:
+    """All devices' shares of `x`, joined along `dim`. Its gradient is summed and shared out again."""
+    return x if axis is None else jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def scatter_sum(x: Array, axis: str | None, dim: int) -> Array:
+    """Sum over devices, each keeping its share along `dim`."""
+    return x if axis is None else jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def exchange(x: Array, axis: str | None, split: int, join: int) -> Array:
+    """All-to-all: share out along `split`, join along `join`."""
+    return x if axis is None else jax.lax.all_to_all(x, axis, split, join, tiled=True)
+
+
+def any_device(flag: Bool[Array, ""], axis: str | None) -> Bool[Array, ""]:
+    return flag if axis is None else jax.lax.pmax(flag.astype(jnp.int32), axis) > 0
+
+
+def embed(ids: Int[Array, "B T"], table: Float[Array, "V d"], axis: str | None) -> Float[Array, "B T D"]:
+    """Embedding rows; the table is sharded over D: every device looks up its columns for all tokens, then exchanges."""
+    columns = table[gather(ids.reshape(-1), axis, 0)]
+    return exchange(columns, axis, 0, 1).reshape(*ids.shape, -1)
+
+
+def flat_pages(pages: Array, axis: str | None) -> Array:
+    """*gather-keys*: one layer's pages [pages, 64, W] of all devices as rows in prompt order, a transient copy."""
+    if axis is None:
+        return pages.reshape(-1, pages.shape[-1])
+    every = jax.lax.all_gather(pages, axis, axis=1, tiled=False)  # [local pages, devices, 64, W]
+    return every.reshape(-1, pages.shape[-1])
+
+
+def local_rows(ids: Int[Array, "*lead"], length: Int[Array, ""], axis: str | None) -> Int[Array, "*lead"]:
+    """Row of this device's pages that holds a prompt token, -1 where another device owns it or it is not prompt."""
+    page, row = ids // PAGE, ids % PAGE
+    owned = (ids >= 0) & (ids < length) & (page % axis_size(axis) == axis_index(axis))
+    return jnp.where(owned, (page // axis_size(axis)) * PAGE + row, -1)
+
+
+def _blocks(fn, args, block):
+    """fn over blocks of the leading axis, so that what it holds in between stays bounded."""
+    t = args[0].shape[0]
+    if t <= block:
+        return fn(args)
+    pad = -t % block
+    padded = [jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, block, *a.shape[1:]) for a in args]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:t], jax.lax.map(fn, tuple(padded)))
+
+
+def _tail_candidates(q, w, keys, query_index, k):
+    """Scores and visibility over the tail: row j of a sequence is visible to its query t iff j <= query_index[t]."""
+    scores = jax.vmap(indexer_topk.index_scores)(q, w, keys)  # [B, T, tail]
+    visible = jnp.arange(keys.shape[1]) <= query_index[..., None]
+    return scores, visible
+
+
+def select(
+    q: Float[Array, "B T I H"],
+    w: Float[Array, "B T I"],
+    pages: Float[Array, "pages 64 H"] | None,
+    tail: Float[Array, "B tail H"],
+    length: Int[Array, ""],
+    query_index: Int[Array, "B T"],
+    k: int,
+    *,
+    strategy: str,
+    axis: str | None,
+) -> Int[Array, "B T K"]:
+    """The min(k, visible) keys of largest index score for each query, over the prompt and the sequence's own tail.
+
+    Ids below `length` are prompt tokens, `length + j` is tail row j, -1 is none. Both strategies give the ids one
+    device gives; ties go to the lowest id.
+
+    Args:
+      pages: this device's index keys of the prompt, None for no prompt.
+      tail: the sequences' own keys, whole on this device.
+      query_index: tail row of each query, -1 for padding (which selects nothing).
+      strategy: "gather_keys" (many queries: keys travel) or "merge_candidates" (few: queries and candidates travel).
+    """
+    b, t = query_index.shape
+    tail_scores, visible = _tail_candidates(q, w, tail, query_index, k)
+    tail_scores, visible = (x.reshape(b * t, -1) for x in (tail_scores, visible))
+    if pages is None:
+        _, ids = indexer_topk.select(tail_scores, visible, k)
+        return ids.reshape(b, t, -1)
+    q, w, real = q.reshape(b * t, *q.shape[2:]), w.reshape(b * t, -1), (query_index >= 0).reshape(-1)
+    if strategy == "gather_keys" or axis is None:
+        keys = flat_pages(pages, axis)
+
+        def from_all(args):
+            q, w, real, tail_scores, visible = args
+            in_prompt = (jnp.arange(keys.shape[0]) < length)[None] & real[:, None]
+            scores = jnp.concatenate([indexer_topk.index_scores(q, w, keys), tail_scores], axis=-1)
+            _, ids = indexer_topk.select(scores, jnp.concatenate([in_prompt, visible], axis=-1), k)
+            return jnp.where(ids >= keys.shape[0], ids - keys.shape[0] + length, ids)
+
+        ids = _blocks(from_all, (q, w, real, tail_scores, visible), SELECT_BLOCK)
+        return ids.reshape(b, t, -1)
+
+    n, me = axis_size(axis), axis_index(axis)
+    rows = jnp.arange(pages.shape[0] * PAGE)
+    position = ((rows // PAGE) * n + me) * PAGE + rows % PAGE  # ascending, so local ties go to the lowest position too
+    keys = pages.reshape(-1, pages.shape[-1])
+
+    def from_mine(args):
+        q, w, real = args
+        scores, ids = indexer_topk.select(
+            indexer_topk.index_scores(q, w, keys), (position < length)[None] & real[:, None], k
+        )
+        return scores, jnp.where(ids < 0, -1, position[jnp.where(ids < 0, 0, ids)])
+
+    scores, ids = _blocks(from_mine, tuple(gather(x, axis, 0) for x in (q, w, real)), SELECT_BLOCK)
+    scores, ids = (exchange(x, axis, 0, 1) for x in (scores, ids))  # [B T, devices * K]: my queries, all candidates
+    tail_ids = jnp.where(visible, length + jnp.arange(visible.shape[-1]), -1)
+    scores = jnp.concatenate([scores, jnp.where(visible, tail_scores, -jnp.inf)], axis=-1)
+    _, ids = indexer_topk.merge(scores, jnp.concatenate([ids, tail_ids], axis=-1), k)
+    return ids.reshape(b, t, -1)
+
+
+def attend(
+    q: Float[Array, "B T N W"],
+    pages: Float[Array, "pages 64 W"] | None,
+    tail: Float[Array, "B tail W"],
+    ids: Int[Array, "B T K"],
+    length: Int[Array, ""],
+    *,
+    scale: float,
+    value_dim: int,
+    strategy: str,
+    axis: str | None,
+) -> Float[Array, "B T N R"]:
+    """Sparse latent attention over selected prompt rows and tail rows; arguments as in `select`.
+
+    *merge-candidates*: each device attends to the selected rows it owns, partial results merge by log-sum-exp.
+    """
+    b, t, heads, width = q.shape
+    opts = dict(scale=scale, value_dim=value_dim)
+    tail_ids = jnp.where(ids >= length, ids - length, -1)
+    own = jax.vmap(lambda q, rows, ids: sparse_mla.sparse_mla(q, rows, ids, **opts))(q, tail, tail_ids)
+    own = tuple(x.reshape(b * t, *x.shape[2:]) for x in own)
+    if pages is None:
+        return own[0].reshape(b, t, heads, -1).astype(q.dtype)
+    q_flat, ids_flat = q.reshape(b * t, heads, width), ids.reshape(b * t, -1)
+    if strategy == "gather_keys" or axis is None:
+        prompt_ids = jnp.where(ids_flat < length, ids_flat, -1)
+        prompt = sparse_mla.sparse_mla(q_flat, flat_pages(pages, axis), prompt_ids, **opts)
+    else:
+        rows = local_rows(gather(ids_flat, axis, 0), length, axis)
+        out, lse = sparse_mla.sparse_mla(gather(q_flat, axis, 0), pages.reshape(-1, width), rows, **opts)
+        top = jax.lax.pmax(jax.lax.stop_gradient(lse), axis)
+        top = jnp.where(top > -jnp.inf, top, 0.0)
+        weight = jnp.where(lse > -jnp.inf, jnp.exp(jnp.where(lse > -jnp.inf, lse, 0.0) - top), 0.0)
+        # One message: weighted outputs and, in the last column, the weights.
+        sums = scatter_sum(jnp.concatenate([weight[..., None] * out, weight[..., None]], axis=-1), axis, 0)
+        total = sums[..., -1]
+        some = total > 0
+        safe = jnp.where(some, total, 1.0)
+        mine = jax.lax.dynamic_slice_in_dim(top, axis_index(axis) * (b * t), b * t)
+        prompt = (sums[..., :-1] / safe[..., None], jnp.where(some, mine + jnp.log(safe), -jnp.inf))
+    out, _ = sparse_mla.merge_partial([prompt, own])
+    return out.reshape(b, t, heads, -1).astype(q.dtype)
+
+
+def routed_experts(
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    experts: dict[str, Float[Array, "e in out"]],
+    pairs: dict[str, tuple[Array, Array, float]],
+    gate: Bool[Array, "T"] | None,
+    axis: str | None,
+) -> Float[Array, "T D"]:
+    """sum_k weights * expert(x), dropless at any imbalance.
+
+    Tokens travel to every device, each runs its own experts on those routed to it, and the sums travel back. Buffers
+    hold the worst case: every token on this device's experts.
+
+    Args:
+      ids: chosen experts; E or more routes nowhere (padding).
+      experts: this device's gate_proj, up_proj [e, D, F] and down_proj [e, F, D].
+      pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale.
+      gate: switches the updates per token.
+    """
+    k, local_experts = ids.shape[1], experts["gate_proj"].shape[0]
+    x_all, ids_all, weights_all = (gather(v, axis, 0) for v in (x, ids, weights))
+    tokens = x_all.shape[0]
+    expert = ids_all.reshape(-1) - axis_index(axis) * local_experts
+    mine = (expert >= 0) & (expert < local_experts)
+    expert = jnp.where(mine, expert, local_experts)
+    order = jnp.argsort(expert, stable=True)[: tokens * min(k, local_experts)]  # the rest is other devices'
+    sizes = jnp.bincount(expert, length=local_experts + 1)[:local_experts]
+    rows = x_all[order // k]
+    row_gate = None if gate is None else gather(gate, axis, 0)[order // k]
+
+    def apply(name, rows):
+        y = grouped_matmul.grouped_matmul(rows, experts[name], sizes)
+        if name in pairs:
+            a, b, scale = pairs[name]
+            low = grouped_matmul.grouped_matmul(rows.astype(jnp.float32), a, sizes)
+            delta = scale * grouped_matmul.grouped_matmul(low, b, sizes)
+            if row_gate is not None:
+                delta = jnp.where(row_gate[:, None], delta, 0.0)
+            y = (y.astype(jnp.float32) + delta).astype(y.dtype)
+        return y
+
+    y = apply("down_proj", jax.nn.silu(apply("gate_proj", rows)) * apply("up_proj", rows))
+    # Back by gather, not by scatter-add: a token's sum has a fixed order that other tokens cannot change.
+    place = jnp.zeros((tokens * k,), jnp.int32).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
+    picked = jnp.where(mine[:, None], y[place].astype(jnp.float32), 0.0)
+    summed = (picked.reshape(tokens, k, -1) * weights_all[..., None]).sum(1)
+    return scatter_sum(summed, axis, 0).astype(x.dtype)
+
+
+def _head_logits(hidden, head, pair, axis):
+    """fp32 logits of this device's slice of the vocabulary, [T, v]."""
+    logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    if pair is not None:
+        b = jax.lax.dynamic_slice_in_dim(pair.b, axis_index(axis) * head.shape[1], head.shape[1], axis=1)
+        delta = pair.scale * ((hidden.astype(jnp.float32) @ pair.a) @ b)
+        logits = logits + delta
+    return logits
+
+
+def token_logprobs(
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, "T"],
+    head: Float[Array, "D v"],
+    pair: Any | None,
+    temperature: float | Float[Array, ""],
+    axis: str | None,
+) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
+    """fp32 log-probability of each target and entropy, under softmax(logits / temperature) over the whole vocabulary.
+
+    Logits are sharded over the vocabulary and made a block of tokens at a time: never [T, V] anywhere.
+    """
+    first = axis_index(axis) * head.shape[1]
+    top, total, weighted, picked = chunked_logprob.softmax_statistics(
+        lambda h: _head_logits(h, head, pair, axis) / temperature,
+        gather(hidden, axis, 0),
+        gather(targets, axis, 0),
+        first,
+    )
+    if axis is not None:
+        highest = jax.lax.pmax(top, axis)
+        rescale = jnp.exp(top - highest)
+        sums = jnp.stack([total * rescale, weighted * rescale, picked], axis=-1)
+        total, weighted, picked = jnp.moveaxis(scatter_sum(sums, axis, 0), -1, 0)
+        top = jax.lax.dynamic_slice_in_dim(highest, axis_index(axis) * hidden.shape[0], hidden.shape[0])
+    lse = top + jnp.log(total)
+    return picked - lse, lse - weighted / total
+
+
+def logits(hidden: Float[Array, "T D"], head: Float[Array, "D v"], pair: Any | None, axis: str | None) -> Float[Array, "T V"]:
+    """Whole rows of fp32 logits of this device's tokens; for sampling, where T is one token a member."""
+    mine = _head_logits(gather(hidden, axis, 0), head, pair, axis)
+    return exchange(mine, axis, 0, 1)

@@ -1,0 +1,1 @@
+"""Matrix product of consecutive row groups, each with its own matrix."""

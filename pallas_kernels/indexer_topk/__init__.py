@@ -1,0 +1,1 @@
+"""Index scores and the exact selection of each query's best keys."""

@@ -1,0 +1,1 @@
+"""Latent attention over each query's selected rows."""

@@ -1,7 +1,6 @@
 """Dataset rows from parquet or JSONL: validated, deduplicated, hashed, and their order by step."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -12,6 +11,8 @@ import pyarrow
 import pyarrow.parquet
 from absl import logging
 from jaxtyping import Int64
+
+from longstraw_jax import fingerprint
 
 # The published DAPO-Math-17k file repeats its 17k prompts about 100 times; batches keep copies out of memory.
 PARQUET_BATCH_ROWS = 2048
@@ -65,8 +66,8 @@ def read_rows(paths: StrPath | Sequence[StrPath], *, required: Sequence[str] = (
     """
     files = _existing_files(paths)
     rows: list[dict] = []
-    seen: dict[int | str, tuple[bytes, bool]] = {}  # id -> (prompt digest, whether the row gave the id)
-    prompts: set[bytes] = set()
+    seen: dict[int | str, tuple[str, bool]] = {}  # id -> (prompt digest, whether the row gave the id)
+    prompts: set[str] = set()
     read = duplicates = conflicts = repeats = 0
     for file in files:
         before = read
@@ -102,18 +103,13 @@ def read_rows(paths: StrPath | Sequence[StrPath], *, required: Sequence[str] = (
 def files_sha256(paths: StrPath | Sequence[StrPath]) -> str:
     """Hex digest of file contents, in the given order because that is the order of the rows.
 
-    Of one file it is what `sha256sum` prints; of several, the digest of their hex digests joined by newlines.
+    Of one file it is what `sha256sum` prints; of several, `sha256_json` of the list of their digests.
     """
-    digests = []
-    for file in _as_list(paths):
-        with open(file, "rb") as handle:
-            digests.append(hashlib.file_digest(handle, "sha256").hexdigest())
-    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    digests = [fingerprint.sha256_file(file) for file in _as_list(paths)]
+    return digests[0] if len(digests) == 1 else fingerprint.sha256_json(digests)
 
 
-def row_order(
-    dataset_size: int, seed: int, step: int, rows_per_step: int
-) -> Int64[np.ndarray, "rows_per_step"]:
+def row_order(dataset_size: int, seed: int, step: int, rows_per_step: int) -> Int64[np.ndarray, "rows_per_step"]:
     """Row indices of one step: epochs without replacement, each with its own shuffle.
 
     A pure function, so a resumed run needs the step alone to see the rows it would have seen. Step s takes
@@ -189,9 +185,7 @@ def _jsonl_rows(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
                 row = json.loads(line.decode("utf-8"))
             except ValueError as error:
                 # The decoder's own message counts lines from this line's start.
-                reason = (
-                    f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                )
+                reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
                 raise DataError(f"{file}, line {number}: not JSON ({reason}); expected an object") from error
             if not isinstance(row, dict):
                 raise DataError(f"{file}, line {number}: {_shown(row)}; expected a JSON object")
@@ -276,9 +270,8 @@ def _own_id(raw: dict) -> object:
     return raw.get("id") if index is None else index
 
 
-def _prompt_digest(prompt: str | list[dict]) -> bytes:
-    texts = [(message["role"], message["content"]) for message in as_messages(prompt)]
-    return hashlib.sha256(json.dumps(texts).encode()).digest()
+def _prompt_digest(prompt: str | list[dict]) -> str:
+    return fingerprint.sha256_json([(message["role"], message["content"]) for message in as_messages(prompt)])
 
 
 def _shown(value: object) -> str:

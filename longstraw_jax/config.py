@@ -141,7 +141,9 @@ class ModelConfig:
                 _refuse("topk_group", self.topk_group, f"1 to n_group={self.n_group}")
             reachable = self.topk_group * (self.n_routed_experts // self.n_group)
             if not 1 <= self.num_experts_per_tok <= reachable:
-                _refuse("num_experts_per_tok", self.num_experts_per_tok, f"1 to {reachable} (experts in topk_group groups)")
+                _refuse(
+                    "num_experts_per_tok", self.num_experts_per_tok, f"1 to {reachable} (experts in topk_group groups)"
+                )
         for field in ("index_topk", "max_position_embeddings", "vocab_size", "hidden_size", "num_attention_heads"):
             if getattr(self, field) < 1:
                 _refuse(field, getattr(self, field), "a positive integer")

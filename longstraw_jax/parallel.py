@@ -294,7 +294,9 @@ def token_logprobs(
     return picked - lse, lse - weighted / total
 
 
-def logits(hidden: Float[Array, "T D"], head: Float[Array, "D v"], pair: Any | None, axis: str | None) -> Float[Array, "T V"]:
+def logits(
+    hidden: Float[Array, "T D"], head: Float[Array, "D v"], pair: Any | None, axis: str | None
+) -> Float[Array, "T V"]:
     """Whole rows of fp32 logits of this device's tokens; for sampling, where T is one token a member."""
     mine = _head_logits(gather(hidden, axis, 0), head, pair, axis)
     return exchange(mine, axis, 0, 1)

@@ -31,7 +31,9 @@ def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
 
 def check_divides(what: str, size: int, devices: int) -> None:
     if size % devices:
-        raise ShardingError(f"{what}={size} is not divisible by the mesh of {devices} devices; accepted: a multiple of {devices}")
+        raise ShardingError(
+            f"{what}={size} is not divisible by the mesh of {devices} devices; accepted: a multiple of {devices}"
+        )
 
 
 def named(mesh: Mesh | None, pspec: PartitionSpec) -> jax.sharding.Sharding:

@@ -162,16 +162,26 @@ def _parse(line: bytes, number: int, path: str | os.PathLike) -> dict[str, Any]:
 
 
 def parse_strict_json(data: bytes) -> Any:
-    """Parses UTF-8 JSON, refusing what readers disagree about: NaN, infinities and repeated keys.
+    """Parses UTF-8 JSON, refusing what readers disagree about: NaN, infinities, repeated keys, half characters.
 
     Raises:
       ValueError: the data is not such JSON.
     """
-    return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    value = json.loads(
+        data.decode("utf-8"),
+        parse_constant=_finite,
+        parse_float=_finite,
+        object_pairs_hook=_unique_keys,
+    )
+    json.dumps(value, ensure_ascii=False).encode("utf-8")  # an escaped lone surrogate cannot be written again
+    return value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def load_tokenizer(checkpoint_dir: StrPath) -> Tokenizer:
     """
     folder = pathlib.Path(checkpoint_dir)
     config_path, fast_path = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json_object(config_path) if config_path.is_file() else {}
     if config.get("tokenizer_class") == BYTE_CLASS:
         special = _checked_special_tokens(config.get("special_tokens"), str(config_path))
         tokenizer = ByteTokenizer(special, read_eos_ids(folder), f"{BYTE_CLASS} {folder.name}")
@@ -180,7 +180,7 @@ def read_eos_ids(checkpoint_dir: StrPath) -> tuple[int, ...]:
     folder = pathlib.Path(checkpoint_dir)
     paths = (folder / "generation_config.json", folder / "config.json")
     for path in paths:
-        value = _read_json(path).get("eos_token_id") if path.is_file() else None
+        value = read_json_object(path).get("eos_token_id") if path.is_file() else None
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -221,6 +221,21 @@ def save_byte_tokenizer(
     return load_tokenizer(folder)
 
 
+def read_json_object(path: StrPath) -> dict:
+    """A JSON object from a file of a checkpoint folder.
+
+    Raises:
+      TokenizerError: the file is not JSON in UTF-8, or not an object.
+    """
+    try:
+        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: {type(value).__name__}; expected a JSON object")
+    return value
+
+
 def _checked_special_tokens(tokens: object, place: str) -> tuple[str, ...]:
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token for token in tokens):
         raise TokenizerError(f"{place}: special_tokens is {tokens!r}; expected a list of strings, none empty")
@@ -228,13 +243,3 @@ def _checked_special_tokens(tokens: object, place: str) -> tuple[str, ...]:
     if repeated:
         raise TokenizerError(f"{place}: special_tokens repeats {repeated}; expected each once")
     return tuple(tokens)
-
-
-def _read_json(path: pathlib.Path) -> dict:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: {type(value).__name__}; expected a JSON object")
-    return value

@@ -34,9 +34,7 @@ class Router(nnx.Module):
         self.weight = parameter((d, e), axes=("fsdp", None), init=config.initializer_range, **opts)
         self.e_score_correction_bias = parameter((e,), axes=(None,), init="zeros", **opts)
 
-    def __call__(
-        self, h: Float[Array, "N D"]
-    ) -> tuple[Int[Array, "N K"], Float[Array, "N K"], Float[Array, "N E"]]:
+    def __call__(self, h: Float[Array, "N D"]) -> tuple[Int[Array, "N K"], Float[Array, "N K"], Float[Array, "N E"]]:
         """Expert ids, their fp32 weights and the router's logits."""
         c = self.config
         logits = h.astype(jnp.float32) @ self.weight[...]
@@ -60,9 +58,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, stack, dtype, rngs):
         e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        opts = dict(
-            stack=stack, axes=("expert", None, None), dtype=dtype, rngs=rngs, init=config.initializer_range
-        )
+        opts = dict(stack=stack, axes=("expert", None, None), dtype=dtype, rngs=rngs, init=config.initializer_range)
         self.gate_proj = parameter((e, d, f), **opts)
         self.up_proj = parameter((e, d, f), **opts)
         self.down_proj = parameter((e, f, d), **opts)

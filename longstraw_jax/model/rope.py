@@ -33,8 +33,10 @@ def inverse_frequencies(rope: RopeParameters, dim: int) -> np.ndarray:
         return base
 
     def correction(rotations):
-        return dim * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / (
-            2 * math.log(rope.rope_theta)
+        return (
+            dim
+            * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.rope_theta))
         )
 
     low, high = correction(rope.beta_fast), correction(rope.beta_slow)

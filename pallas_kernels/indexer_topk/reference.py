@@ -5,9 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def index_scores(
-    q: Float[Array, "T I H"], w: Float[Array, "T I"], k: Float[Array, "S H"]
-) -> Float[Array, "T S"]:
+def index_scores(q: Float[Array, "T I H"], w: Float[Array, "T I"], k: Float[Array, "S H"]) -> Float[Array, "T S"]:
     """sum_i w[t, i] * relu(q[t, i] . k[s]) in fp32 (DeepSeek-V3.2's lightning indexer; w holds both scales).
 
     Heads are added one after another, so no [T, I, S] array exists and the order of the sum is fixed.
@@ -37,9 +35,7 @@ def select(
     return jnp.where(chosen, best, -jnp.inf), jnp.where(chosen, ids, -1)
 
 
-def merge(
-    scores: Float[Array, "T M"], ids: Int[Array, "T M"], k: int
-) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+def merge(scores: Float[Array, "T M"], ids: Int[Array, "T M"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
     """The k best of candidates with global positions (-1: none); the same rule for ties as `select`."""
     position = jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids)
     negated, _, ids = jax.lax.sort((-scores, position, ids), num_keys=2)

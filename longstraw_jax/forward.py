@@ -1,0 +1,85 @@
+"""One forward pass over whole sequences, nothing resident: for reference comparisons and gradient baselines."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from longstraw_jax import parallel
+from longstraw_jax.model import rope
+from longstraw_jax.model.block import Pass
+from longstraw_jax.types import Model, Params
+
+
+def forward(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    ids: Int[Array, "B T"],
+    *,
+    positions: Int[Array, "B T"] | None = None,
+    gate: Bool[Array, "B T"] | None = None,
+    detach: Bool[Array, "B T"] | None = None,
+    collect: bool = False,
+) -> tuple[Float[Array, "B T D"], list[dict[str, Array]]]:
+    """Final hidden states of whole sequences, on one device.
+
+    Args:
+      positions: rotary positions, 0..T-1 by default; causality follows the order of tokens.
+      gate: tokens whose queries see the adapters (all by default).
+      detach: tokens whose latents carry no gradient.
+      collect: also return every layer's intermediates.
+
+    Returns:
+      After the final norm; and, when collect, one dict a layer: hidden (after the layer), attn_out, selection (-1 for
+      none), index_scores of full layers, router_logits, router_ids and router_weights of sparse ones [B * T, ..].
+    """
+    index = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    config = model.config
+    cos, sin = rope.cos_sin(index if positions is None else positions, config.rope_parameters, config.qk_rope_head_dim)
+    run = Pass(
+        axis=None,
+        cos=cos,
+        sin=sin,
+        query_index=index,
+        length=jnp.int32(0),
+        attention=model.attention,
+        gate=gate,
+        detach=detach,
+        collect=collect,
+    )
+    decoder = nnx.merge(model.graphdef, base)
+    hidden, _, extras = decoder(ids, run, adapters=adapters, lora=model.lora, remat=model.remat and not collect)
+    return hidden, _by_layer(model, extras) if collect else []
+
+
+def _by_layer(model: Model, extras: list[Any]) -> list[dict[str, Array]]:
+    layers = {}
+    for segment, per_position in zip(model.config.segments(), extras, strict=True):
+        for j, stacked in enumerate(per_position):
+            for r in range(segment.repeat):
+                layers[segment.layer_index(r, j)] = jax.tree.map(lambda x, r=r: x[r], stacked)
+    return [layers[i] for i in sorted(layers)]
+
+
+def logits(model: Model, base: Params, adapters: Params | None, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """fp32 logits of every position: small inputs only."""
+    pair = nnx.merge(model.graphdef, base).head_pair(adapters, model.lora)
+    flat = parallel.logits(hidden.reshape(-1, hidden.shape[-1]), base["lm_head"]["weight"], pair, None)
+    return flat.reshape(*hidden.shape[:-1], -1)
+
+
+def logprobs(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    ids: Int[Array, "T"],
+    temperature: float | Float[Array, ""] = 1.0,
+    **options: Any,
+) -> tuple[Float[Array, "T-1"], Float[Array, "T-1"]]:
+    """Log-probability of ids[1:] and the entropies they were drawn at; options as in `forward`."""
+    hidden, _ = forward(model, base, adapters, ids[None], **options)
+    pair = nnx.merge(model.graphdef, base).head_pair(adapters, model.lora)
+    return parallel.token_logprobs(hidden[0, :-1], ids[1:], base["lm_head"]["weight"], pair, temperature, None)

@@ -1,0 +1,101 @@
+"""Step records and finished run folders for the tests of evidence."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from longstraw_jax.evidence.plots import write_plots
+from longstraw_jax.evidence.receipt import bind_config, write_receipt
+from longstraw_jax.fingerprint import sha256_file, tree_fingerprint
+from longstraw_jax.io.metrics import MetricWriter
+from longstraw_jax.io.whole_file import write_whole
+
+CONFIG = {"seed": 3, "grpo": {"clip_high": 0.28, "group_size": 4}, "targets": ["q_a", "o"]}
+ADAPTER = "adapter/adapter_model.safetensors"
+
+
+def make_step(step: int, rewards, **fields) -> dict:
+    """A consistent step record of one prompt."""
+    scored = [reward for reward in rewards if reward is not None]
+    record = {
+        "step": step,
+        "row_ids": [f"row-{step}"],
+        "prompt_tokens": [100],
+        "mode": "detached",
+        "group_size": len(rewards),
+        "rewards": list(rewards),
+        "advantages": [0.0] * len(rewards),
+        "response_lengths": [10 + i for i in range(len(rewards))],
+        "truncated": [i == 0 for i in range(len(rewards))],
+        "reward_mean": sum(scored) / len(scored) if scored else None,
+        "loss": 0.25,
+        "loss_sum": 2.5,
+        "loss_count": 10,
+        "grad_norm": 1.5,
+        "skipped": False,
+        "skip_reason": None,
+        "nonfinite_count": 0,
+        "metrics": {"kl": 0.01 * step, "ratio/mean": 1.0, "ratio/max": 1.1, "clip_ratio/low": 0.0},
+        "seconds": {"capture": 1.0, "sample": 2.0, "replay": float(step), "step": 4.0 + step},
+        "peak_bytes": 1000 + step,
+        "prefix_age": step % 2,
+        "adapter_fingerprint": f"{step:016x}",
+    }
+    return {**record, **fields}
+
+
+def make_steps(count: int = 12, seed: int = 0) -> list[dict]:
+    """A run whose reward rises."""
+    rng = np.random.default_rng(seed)
+    return [make_step(i, [float(x) for x in rng.normal(0.1 * i, 0.2, size=4)]) for i in range(1, count + 1)]
+
+
+def receipt_parts(run_dir: Path, dataset: Path) -> dict[str, Any]:
+    """Arguments of `write_receipt` for a folder made by `make_run`."""
+    return {
+        "config": CONFIG,
+        "mesh_shape": {"context": 32},
+        "kernels": {"sparse_attention": "reference"},
+        "weights_fingerprint": tree_fingerprint({"w": np.arange(6, dtype=np.float32)}),
+        "dataset_path": dataset,
+        "dataset_sha256": sha256_file(dataset),
+        "dataset_counts": {"rows": 2, "duplicates_dropped": 0},
+        "seeds": {"sampling": 3},
+        "prefix_gradient_mode": "detached",
+        "artifacts": {
+            ADAPTER: "adapter",
+            "adapter/adapter_config.json": "adapter",
+            "parity.json": "report",
+            "plots/reward.png": "plot",
+        },
+        "claims": [{"claim": "gradient", "status": "shown", "evidence": ["artifacts/parity.json"]}],
+    }
+
+
+@functools.cache
+def _reward_plot() -> bytes:
+    """Drawn once: it is the same for every folder, and slow."""
+    with tempfile.TemporaryDirectory() as folder:
+        return (Path(folder) / write_plots(folder, make_steps())[0]).read_bytes()
+
+
+def make_run(folder: Path) -> tuple[Path, Path]:
+    """A finished run of 12 steps written by the library's own writers: (run folder, dataset file beside it)."""
+    run_dir, dataset = folder / "run", folder / "rows.jsonl"
+    dataset.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    bind_config(run_dir, CONFIG)
+    with MetricWriter(run_dir) as writer:
+        for record in make_steps():
+            writer.write(record)
+    (run_dir / "adapter").mkdir()
+    save_file({"lora_A": np.ones((2, 8), np.float32)}, run_dir / ADAPTER)
+    (run_dir / "adapter/adapter_config.json").write_text(json.dumps({"r": 2}))
+    (run_dir / "parity.json").write_text(json.dumps({"cosine": 1.0}))
+    write_whole(run_dir / "plots/reward.png", _reward_plot())
+    write_receipt(run_dir, **receipt_parts(run_dir, dataset))
+    return run_dir, dataset

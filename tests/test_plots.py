@@ -1,0 +1,41 @@
+"""Plots are real PNGs, the same bytes for the same records, and drawn for runs with gaps."""
+
+import matplotlib
+import matplotlib.image
+import pytest
+from run_folders import make_step, make_steps
+
+from longstraw_jax.evidence.plots import write_plots
+
+
+def test_writes_the_four_plots(tmp_path):
+    paths = write_plots(tmp_path, make_steps())
+    assert paths == [f"plots/{name}.png" for name in ("reward", "kl", "ratio", "seconds")]
+    for path in paths:
+        pixels = matplotlib.image.imread(tmp_path / path)
+        assert pixels.shape[0] > 300 and pixels.shape[1] > 600 and pixels.std() > 0.05
+
+
+def test_bytes_depend_on_the_records_alone(tmp_path):
+    paths = write_plots(tmp_path / "a", make_steps())
+    with matplotlib.rc_context({"lines.linewidth": 9.0}):
+        write_plots(tmp_path / "b", make_steps())
+    write_plots(tmp_path / "c", make_steps(seed=1))
+    for path in paths:
+        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+    assert (tmp_path / "a/plots/reward.png").read_bytes() != (tmp_path / "c/plots/reward.png").read_bytes()
+
+
+def test_run_without_kl_has_no_kl_plot_and_gaps_are_drawn(tmp_path):
+    steps = [
+        make_step(1, [1.0, 0.0], metrics={}, seconds={"step": 1.0}),
+        make_step(2, [None, None], metrics={"kl": None}, skipped=True, skip_reason="nothing to train on"),
+        make_step(3, [1.0], metrics={}),
+    ]
+    assert write_plots(tmp_path, steps) == [f"plots/{name}.png" for name in ("reward", "ratio", "seconds")]
+
+
+def test_no_steps_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="0 records"):
+        write_plots(tmp_path, [])
+    assert not list(tmp_path.iterdir())

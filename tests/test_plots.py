@@ -35,6 +35,20 @@ def test_run_without_kl_has_no_kl_plot_and_gaps_are_drawn(tmp_path):
     assert write_plots(tmp_path, steps) == [f"plots/{name}.png" for name in ("reward", "ratio", "seconds")]
 
 
+def test_one_slow_step_does_not_flatten_the_others(tmp_path):
+    """With the axis cut off, the bars of the other steps keep their height whatever the slow one took."""
+    heights = []
+    for slow in (1e3, 1e6):
+        steps = make_steps()
+        steps[0]["seconds"] = {"capture": slow, "step": slow}
+        folder = tmp_path / str(slow)
+        write_plots(folder, steps)
+        pixels = matplotlib.image.imread(folder / "plots/seconds.png")[..., :3]
+        orange = (abs(pixels - [1.0, 0.498, 0.055]) < 0.02).all(-1)  # the second phase
+        heights.append(orange[:, pixels.shape[1] // 2 :].any(1).sum())
+    assert heights[0] == heights[1] > 20
+
+
 def test_no_steps_is_refused(tmp_path):
     with pytest.raises(ValueError, match="0 records"):
         write_plots(tmp_path, [])

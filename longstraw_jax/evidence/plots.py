@@ -107,7 +107,8 @@ def _draw_ratio(upper: Axes, lower: Axes, steps: Sequence[Step]) -> None:
             axes.plot(_numbers(steps), values, marker="o", markersize=3, label=label)
     upper.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     upper.set(title="Probability ratios and clipping", ylabel="ratio (no unit)")
-    lower.set(ylabel="share of clipped tokens", ylim=(-0.02, None))
+    lower.set(ylabel="share of clipped tokens")
+    lower.set_ylim(bottom=0.0)
     for axes in (upper, lower):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
@@ -126,7 +127,7 @@ def _draw_seconds(axes: Axes, steps: Sequence[Step]) -> None:
     median = statistics.median(whole)
     if max(whole) > 10 * median:
         # One step that compiles would flatten all the others.
-        axes.set_ylim(0, 4 * median)
+        axes.set_ylim(0, 3 * median)
         axes.set_title(f"Seconds a phase (cut off; the slowest step took {max(whole):.1f} s)")
     else:
         axes.set_title("Seconds a phase")

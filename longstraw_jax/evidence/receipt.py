@@ -89,7 +89,7 @@ def write_receipt(
     claims: Sequence[Mapping[str, Any]] = (),
     window: int = WINDOW,
 ) -> dict[str, Any]:
-    """Builds the receipt of the run in `workdir` and writes receipt.json.
+    """Builds the receipt of the run in `workdir` and writes receipt.json; for process 0 of a run.
 
     Args:
       workdir: the run folder, which holds steps.jsonl and config.json (see `bind_config`); both become artifacts.

@@ -87,7 +87,8 @@ class LossSum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Figures that merge across members: `sums` by addition, `maxima` by maximum."""
+    """Figures that merge across members: `sums` by addition, `maxima` by maximum (none is below 0, so zeros
+    are where an accumulation may start)."""
 
     sums: dict[str, LossSum]
     maxima: dict[str, Float[Array, ""]]

@@ -1,8 +1,8 @@
 """Step records and finished run folders for the tests of evidence."""
 
-import functools
 import json
-import tempfile
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from longstraw_jax.evidence.plots import write_plots
-from longstraw_jax.evidence.receipt import bind_config, write_receipt
-from longstraw_jax.fingerprint import sha256_file, tree_fingerprint
-from longstraw_jax.io.metrics import MetricWriter
-from longstraw_jax.io.whole_file import write_whole
+from longstraw_jax.evidence.receipt import RECEIPT_FILE, bind_config, write_receipt
+from longstraw_jax.fingerprint import sha256_file, sha256_json, tree_fingerprint
+from longstraw_jax.io.metrics import STEPS_FILE, MetricWriter, read_steps
 
 CONFIG = {"seed": 3, "grpo": {"clip_high": 0.28, "group_size": 4}, "targets": ["q_a", "o"]}
 ADAPTER = "adapter/adapter_model.safetensors"
@@ -77,13 +76,6 @@ def receipt_parts(run_dir: Path, dataset: Path) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def _reward_plot() -> bytes:
-    """Drawn once: it is the same for every folder, and slow."""
-    with tempfile.TemporaryDirectory() as folder:
-        return (Path(folder) / write_plots(folder, make_steps())[0]).read_bytes()
-
-
 def make_run(folder: Path) -> tuple[Path, Path]:
     """A finished run of 12 steps written by the library's own writers: (run folder, dataset file beside it)."""
     run_dir, dataset = folder / "run", folder / "rows.jsonl"
@@ -96,6 +88,24 @@ def make_run(folder: Path) -> tuple[Path, Path]:
     save_file({"lora_A": np.ones((2, 8), np.float32)}, run_dir / ADAPTER)
     (run_dir / "adapter/adapter_config.json").write_text(json.dumps({"r": 2}))
     (run_dir / "parity.json").write_text(json.dumps({"cosine": 1.0}))
-    write_whole(run_dir / "plots/reward.png", _reward_plot())
+    write_plots(run_dir, read_steps(run_dir / STEPS_FILE))
     write_receipt(run_dir, **receipt_parts(run_dir, dataset))
     return run_dir, dataset
+
+
+def copy_run(run: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
+    """A copy of what `make_run` returned, to be broken; its receipt names the copied dataset."""
+    run_dir, dataset = folder / "run", folder / "rows.jsonl"
+    shutil.copytree(run[0], run_dir)
+    shutil.copyfile(run[1], dataset)
+    edit_receipt(run_dir, lambda receipt: receipt["dataset"].update(path=str(dataset)))
+    return run_dir, dataset
+
+
+def edit_receipt(run_dir: Path, change: Callable[[dict], Any]) -> None:
+    """Edits the receipt in place and signs it again, as somebody who wants to pass would."""
+    receipt = json.loads((run_dir / RECEIPT_FILE).read_text())
+    change(receipt)
+    del receipt["receipt_sha256"]
+    receipt["receipt_sha256"] = sha256_json(receipt)
+    (run_dir / RECEIPT_FILE).write_text(json.dumps(receipt))

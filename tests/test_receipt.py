@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import jsonschema
 import pytest
-from run_folders import CONFIG, make_run, make_step, make_steps, receipt_parts
+from run_folders import CONFIG, copy_run, make_run, make_step, make_steps, receipt_parts
 
 from longstraw_jax.evidence.receipt import (
     CONFIG_FILE,
@@ -26,9 +26,14 @@ from longstraw_jax.io.metrics import STEPS_FILE
 SCHEMA = Path(__file__).parents[1] / "longstraw_jax/evidence/receipt.schema.json"
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("finished"))
+
+
 @pytest.fixture
-def run(tmp_path):
-    return make_run(tmp_path)
+def run(finished, tmp_path):
+    return copy_run(finished, tmp_path)
 
 
 def _receipt(run_dir: Path) -> dict:
@@ -76,8 +81,8 @@ def test_step_schema_allows_no_unknown_or_missing_field():
     assert "step 2.loss_count: -1" in step_schema_problems([step, {**step, "loss_count": -1}])[0]
 
 
-def test_nothing_stays_beside_the_receipt(run):
-    assert not [name for name in os.listdir(run[0]) if name.startswith(".")]
+def test_nothing_stays_beside_the_receipt(finished):
+    assert not [name for name in os.listdir(finished[0]) if name.startswith(".")]
 
 
 def test_dataset_in_the_run_folder_is_recorded_relative_to_it(run):

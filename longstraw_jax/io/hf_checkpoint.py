@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders, read straight into sharded base weights and written back the same way.
 
-Experts, nearly all of the bytes, are converted on the devices, a layer at a time. The rest is converted on the
-host, which spares a compiled program for every shape.
+Experts, nearly all of the bytes, are converted on the devices, a layer at a time. The rest is converted on
+the host, which spares a compiled program for every shape.
 """
 
 import dataclasses
@@ -241,8 +241,8 @@ def _whole(
         with np.errstate(over="ignore", invalid="ignore"):  # found and named below
             stored = tensor_files.read_stack([entries[name]])
             value = _convert(np, stored, scales, parameter.dtype, parameter.transposed, block)[0]
-        if not np.isfinite(value).all():
-            bad.append(name)
+            if not np.isfinite(value).all():
+                bad.append(name)
         row[...] = value
     target = sharding.named(mesh, parameter.spec)
     return jax.make_array_from_callback(parameter.shape, target, lambda at: host[at]), bad

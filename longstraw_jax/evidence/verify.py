@@ -7,6 +7,7 @@ does, 2 on bad usage.
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,7 +137,7 @@ def _config_checks(run_dir: Path, receipt: Mapping[str, Any]) -> Iterator[Row]:
 def _artifact_checks(run_dir: Path, receipt: Mapping[str, Any]) -> Iterator[Row]:
     listed = [(row["path"], row["kind"]) for row in receipt["artifacts"]]
     problems = [f"{path!r} is not listed as {kind}" for path, kind in _REQUIRED if (path, kind) not in listed]
-    problems += [f"{path!r} is listed twice" for path in {p for p, _ in listed if [q for q, _ in listed].count(p) > 1}]
+    problems += [f"{path!r} is listed {n} times" for path, n in Counter(p for p, _ in listed).items() if n > 1]
     yield _row("artifact list", problems, f"{len(listed)} files")
     for row in receipt["artifacts"]:
         check = f"artifact {row['path']}"

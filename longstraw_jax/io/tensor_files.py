@@ -176,8 +176,9 @@ def read_stack(entries: Sequence[Entry]) -> Float[np.ndarray, "N ..."]:
     """
     first = entries[0]
     out = np.empty((len(entries), *first.shape), DTYPES[first.dtype])
-    for target, entry in zip(out, entries, strict=True):
-        view = memoryview(target.reshape(-1).view(np.uint8))
+    rows = out.reshape(-1).view(np.uint8).reshape(len(entries), first.end - first.begin)
+    for row, entry in zip(rows, entries, strict=True):
+        view = memoryview(row)
         with open(entry.file, "rb", buffering=0) as handle:
             done = 0
             while done < len(view):  # one call reads at most 2 GiB

@@ -1,0 +1,62 @@
+"""Small models for tests, random enough that every term of the formulas shows in the output."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longstraw_jax.config import ModelConfig, model_config_from_hf
+from longstraw_jax.model import decoder
+from longstraw_jax.types import Params
+
+RAW = {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 3,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "index_n_heads": 4,
+    "index_head_dim": 12,
+    "index_topk": 5,
+    "indexer_types": ["full", "full", "full", "shared", "shared"],
+    "mlp_layer_types": ["dense", "dense", "dense", "sparse", "sparse"],
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000, "rope_type": "default"},
+    "max_position_embeddings": 4096,
+    "dtype": "float32",
+    "initializer_range": 0.3,
+}
+
+
+def tiny_config(**changes) -> ModelConfig:
+    return model_config_from_hf(RAW | changes)
+
+
+def tiny_params(config: ModelConfig, seed: int = 0) -> Params:
+    """Initial weights with every vector (norms, biases) moved off its neutral value."""
+    rng = np.random.default_rng(seed)
+
+    def moved(path, leaf):
+        stacked = path[0].key == "segments"
+        if leaf.ndim - stacked > 1:
+            return leaf
+        return leaf + jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(moved, decoder.init_params(config, seed))
+
+
+def tiny_ids(config: ModelConfig, rows: int, tokens: int, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (rows, tokens), 0, config.vocab_size)

@@ -121,10 +121,13 @@ def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> Params:
     return _per_leaf(config, lora, lambda site, name: jax.ShapeDtypeStruct(site.shapes[name], jnp.float32))
 
 
+def _resting_spec(site: Site) -> PartitionSpec:
+    return sharding.spec((None, "expert")) if site.routed else PartitionSpec()
+
+
 def adapter_specs(config: ModelConfig, lora: LoraConfig) -> Params:
     """PartitionSpec of every leaf at rest: routed experts sharded on E, the rest whole everywhere."""
-    expert = sharding.spec((None, "expert"))
-    return _per_leaf(config, lora, lambda site, name: expert if site.routed else PartitionSpec())
+    return _per_leaf(config, lora, lambda site, name: _resting_spec(site))
 
 
 def stored_specs(model: Model, adapters: Params | None) -> Params | None:
@@ -140,6 +143,13 @@ def stored_specs(model: Model, adapters: Params | None) -> Params | None:
     return adapter_specs(model.config, model.lora)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "mesh", "spec"))
+def _uniform(key, bound, *, shape, mesh, spec):
+    """Uniform over +-bound, made in place; one small program a shape compiles faster than one for all leaves."""
+    x = bound * jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0)
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
 def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int, *, mesh: Mesh | None = None) -> Params:
     """New adapters, made where they will lie: the update is zero until B moves.
 
@@ -153,24 +163,16 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int, *, mesh: Mes
     """
     if mesh is not None and any(site.routed for site in sites(config, lora)):
         sharding.check_divides("n_routed_experts", config.n_routed_experts, mesh.size)
-    shardings = jax.tree.map(
-        lambda spec: sharding.named(mesh, spec),
-        adapter_specs(config, lora),
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    key = jax.random.key(seed)
 
-    @functools.partial(jax.jit, out_shardings=shardings)
-    def make(key):
-        def draw(site, name):
-            if name == "b":
-                return jnp.zeros(site.shapes["b"], jnp.float32)
-            bound = 1.0 / math.sqrt(site.d_in)
-            own = jax.random.fold_in(key, zlib.crc32(".".join(site.path).encode()))
-            return jax.random.uniform(own, site.shapes["a"], jnp.float32, -bound, bound)
+    def draw(site, name):
+        spec = _resting_spec(site)
+        if name == "b":
+            return jnp.zeros(site.shapes["b"], jnp.float32, device=sharding.named(mesh, spec))
+        own = jax.random.fold_in(key, zlib.crc32(".".join(site.path).encode()))
+        return _uniform(own, site.d_in**-0.5, shape=site.shapes["a"], mesh=mesh, spec=spec)
 
-        return _per_leaf(config, lora, draw)
-
-    return make(jax.random.key(seed))
+    return _per_leaf(config, lora, draw)
 
 
 def trainable_table(config: ModelConfig, lora: LoraConfig) -> list[dict[str, Any]]:
@@ -214,8 +216,8 @@ def _is_routed(path: tuple[jax.tree_util.DictKey, ...]) -> bool:
 
 def per_device_specs(config: ModelConfig, lora: LoraConfig) -> Params:
     """PartitionSpec of every leaf of `per_device`."""
-    expert = sharding.spec((None, "expert"))
-    return _per_leaf(config, lora, lambda site, name: expert if site.routed else PartitionSpec(sharding.AXIS))
+    copied = PartitionSpec(sharding.AXIS)
+    return _per_leaf(config, lora, lambda site, name: _resting_spec(site) if site.routed else copied)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -282,9 +284,7 @@ def _merged(weight, a, b, scale):
     return merged.reshape(weight.shape), change.max(), lost.max()
 
 
-def merge(
-    base: Params, adapters: Params, config: ModelConfig, lora: LoraConfig
-) -> tuple[Params, list[dict[str, Any]]]:
+def merge(base: Params, adapters: Params, config: ModelConfig, lora: LoraConfig) -> tuple[Params, list[dict[str, Any]]]:
     """Adds the updates to a copy of the base weights; training and export never do.
 
     In bf16 a change below half a unit in the last place of its weight is lost: keep the report with the result.

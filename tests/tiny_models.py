@@ -46,16 +46,18 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 def tiny_params(config: ModelConfig, seed: int = 0) -> Params:
-    """Initial weights with every vector (norms, biases) moved off its neutral value."""
+    """Random weights, norms and biases off their neutral values; made on the host, which compiles nothing."""
     rng = np.random.default_rng(seed)
 
-    def moved(path, leaf):
-        stacked = path[0].key == "segments"
-        if leaf.ndim - stacked > 1:
-            return leaf
-        return leaf + jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype)
+    def draw(path, leaf):
+        value = rng.standard_normal(leaf.shape)
+        if "norm" in str(path[-2]) and path[-1].key == "weight":
+            value = 1 + 0.3 * value
+        else:
+            value = config.initializer_range * value
+        return jnp.asarray(value, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(moved, decoder.init_params(config, seed))
+    return jax.tree_util.tree_map_with_path(draw, decoder.param_shapes(config))
 
 
 def tiny_ids(config: ModelConfig, rows: int, tokens: int, seed: int = 0) -> jax.Array:

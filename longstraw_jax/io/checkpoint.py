@@ -32,7 +32,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint folder that is incomplete or whose bits have changed; names it and the one before it."""
+    """A checkpoint that cannot be read or whose bits have changed; names it and the one before it."""
 
 
 class CheckpointSaveError(OSError):
@@ -108,7 +108,7 @@ def restore(
     Raises:
       CheckpointError: no checkpoint, or not this step; lists those that exist.
       CheckpointMismatchError: metadata differs from `expected`, or leaves, shapes or dtypes from `like`.
-      CheckpointCorruptError: files are missing or changed.
+      CheckpointCorruptError: files are missing, unreadable or changed.
     """
     target = _target(like)
     directory = Path(directory).absolute()
@@ -121,17 +121,18 @@ def restore(
     folder = directory / str(step)
     earlier = max((other for other in steps if other < step), default=None)
 
-    def corrupt(cause: str) -> CheckpointCorruptError:
-        advice = "no earlier one exists" if earlier is None else f"remove it to resume from step {earlier}"
-        return CheckpointCorruptError(f"checkpoint {folder} is damaged: {cause}; {advice}")
+    def corrupt(what: str) -> CheckpointCorruptError:
+        # Away, not gone: what could not be read here may be whole, and read on a larger machine.
+        advice = "no earlier one exists" if earlier is None else f"move it away to resume from step {earlier}"
+        return CheckpointCorruptError(f"checkpoint {folder} {what}; {advice}")
 
     with _quiet():
         try:
             content = dict(ocp.metadata(folder).custom_metadata or {})
         except Exception as error:  # whatever the parsers of half a file raise
-            raise corrupt(_root_cause(error)) from error
+            raise corrupt(f"cannot be read: {_root_cause(error)}") from error
         if content.pop("sha256", None) != fingerprint.sha256_json(content):
-            raise corrupt("its record of the run is missing or has changed")
+            raise corrupt("is damaged: its record of the run is missing or has changed")
         expected = json.loads(json.dumps(dict(expected)))  # tuples become the lists that were read back
         saved = {name: content["metadata"][name] for name in expected if name in content["metadata"]}
         _check_same(f"checkpoint {folder} is of another run", saved, expected)
@@ -139,10 +140,10 @@ def restore(
         try:
             state = ocp.load(folder, target)
         except Exception as error:
-            raise corrupt(_root_cause(error)) from error
+            raise corrupt(f"cannot be read: {_root_cause(error)}") from error
     found = fingerprint.tree_fingerprint(state)
     if found != content["fingerprint"]:
-        raise corrupt(f"its arrays have fingerprint {found}, saved was {content['fingerprint']}")
+        raise corrupt(f"is damaged: its arrays have fingerprint {found}, saved was {content['fingerprint']}")
     return state, content["metadata"]
 
 

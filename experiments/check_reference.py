@@ -256,9 +256,8 @@ def table_line(row: Row) -> str:
     near = {kind: np.nan_to_num(error / TOLERANCE[kind], nan=np.inf) for kind, error in worst.items()}
     other = max(near, key=near.__getitem__, default=None)
     cells.append(f"{other} {worst[other]:.1e}" if other else "-")
-    return LINE.format(
-        row.case, row.form, *cells, row.note or ("pass" if row.passed else f"FAIL {row.failure}".rstrip())
-    )
+    result = row.note or ("pass" if row.passed else "FAIL")
+    return LINE.format(row.case, row.form, *cells, result)
 
 
 def case_folders(directory: str | None) -> list[pathlib.Path]:
@@ -300,6 +299,8 @@ def main(argv: list[str]) -> None:
         for row in case_rows:
             print(table_line(row), flush=True)
     for row in rows:
+        if row.failure:
+            remarks.append(f"{row.case} {row.form}: {row.failure}")
         for check in row.checks:
             if not check.passed:
                 reason = check.reason or f"{check.error:.3g}, tolerance {TOLERANCE[check.kind]:g}"

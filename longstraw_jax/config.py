@@ -1,11 +1,12 @@
 """Model and adapter configuration: frozen dataclasses with Hugging Face's field names, checked on the host."""
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 LAYER_KINDS = ("full", "shared")
 MLP_KINDS = ("dense", "sparse")
@@ -63,23 +64,47 @@ class RopeParameters:
         return cls(**raw)
 
 
+class Run(NamedTuple):
+    """Consecutive alike layers of a group: indexer kind, mlp kind, how many. A full layer is a run of its own."""
+
+    indexer: str
+    mlp: str
+    count: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """`repeat` IndexShare groups of one shape, scanned together.
 
+    Parameters of a run are stacked over all its layers in the segment, group after group.
+
     Attributes:
       first_layer: checkpoint index of the first layer.
       repeat: number of groups.
-      kinds: per layer of a group, (indexer kind, mlp kind); the first is always a full layer.
+      runs: the layers of one group; the first run is its full layer.
     """
 
     first_layer: int
     repeat: int
-    kinds: tuple[tuple[str, str], ...]
+    runs: tuple[Run, ...]
 
-    def layer_index(self, group: int, position: int) -> int:
-        """Checkpoint index of the layer at `position` of the `group`-th repetition."""
-        return self.first_layer + group * len(self.kinds) + position
+    @property
+    def group_layers(self) -> int:
+        """Layers of one group."""
+        return sum(run.count for run in self.runs)
+
+    def offset(self, run: int) -> int:
+        """Position in its group of the run's first layer."""
+        return sum(r.count for r in self.runs[:run])
+
+    def stack(self, run: int) -> int:
+        """Length of the run's layer axis."""
+        return self.repeat * self.runs[run].count
+
+    def layer_index(self, index: int, run: int) -> int:
+        """Checkpoint index of the layer at `index` of the run's layer axis."""
+        group, position = divmod(index, self.runs[run].count)
+        return self.first_layer + group * self.group_layers + self.offset(run) + position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +196,9 @@ class ModelConfig:
         starts = [i for i, (indexer, _) in enumerate(kinds) if indexer == "full"] + [len(kinds)]
         found: list[Segment] = []
         for start, stop in zip(starts, starts[1:], strict=False):
-            group = kinds[start:stop]
-            if found and found[-1].kinds == group:
+            shared = [Run(*kind, len(list(same))) for kind, same in itertools.groupby(kinds[start + 1 : stop])]
+            group = (Run(*kinds[start], 1), *shared)
+            if found and found[-1].runs == group:
                 found[-1] = dataclasses.replace(found[-1], repeat=found[-1].repeat + 1)
             else:
                 found.append(Segment(start, 1, group))

@@ -57,10 +57,10 @@ def forward(
 
 def _by_layer(model: Model, extras: list[Any]) -> list[dict[str, Array]]:
     layers = {}
-    for segment, per_position in zip(model.config.segments(), extras, strict=True):
-        for j, stacked in enumerate(per_position):
-            for r in range(segment.repeat):
-                layers[segment.layer_index(r, j)] = jax.tree.map(lambda x, r=r: x[r], stacked)
+    for segment, runs in zip(model.config.segments(), extras, strict=True):
+        for j, stacked in enumerate(runs):
+            for i in range(segment.stack(j)):
+                layers[segment.layer_index(i, j)] = jax.tree.map(lambda x, i=i: x[i], stacked)
     return [layers[i] for i in sorted(layers)]
 
 

@@ -80,7 +80,7 @@ def _candidates(config: ModelConfig, module: str) -> Iterator[tuple[tuple[str, .
         return
     tail = tuple(module.split(".")) + (() if module.startswith("mlp.experts.") else ("weight",))
     for s, segment in enumerate(config.segments()):
-        for j in range(len(segment.kinds)):
+        for j in range(len(segment.runs)):
             yield ("segments", str(s), str(j), module), ("segments", s, "layers", j, *tail)
 
 

@@ -231,7 +231,7 @@ def base_from_torch(model):
         keys = [key.key for key in path]
         if keys[0] == "segments":
             segment, module = CONFIG.segments()[keys[1]], ".".join(keys[4:])
-            layers = [segment.layer_index(r, keys[3]) for r in range(segment.repeat)]
+            layers = [segment.layer_index(i, keys[3]) for i in range(segment.stack(keys[3]))]
             return np.stack([one(layer, module) for layer in layers])
         x = state[{"embed_tokens": "model.embed_tokens", "norm": "model.norm"}.get(keys[0], keys[0]) + ".weight"]
         return x.T if keys[0] == "lm_head" else x

@@ -147,15 +147,16 @@ def _decode_row(model, base, row, prompt):
     logits, tails = _decode(model, base, state, row[prompt:])
     values = {"decode.logits": logits}
     for s, segment in enumerate(config.segments()):
-        for r in range(segment.repeat):
-            for j, (indexer, _) in enumerate(segment.kinds):
-                i = segment.layer_index(r, j)
-                latents = _joined(state.latents[s][r, j], tails[s][j][0][r, 0], prompt)
+        for j, run in enumerate(segment.runs):
+            for index in range(segment.stack(j)):
+                i, (group, place) = segment.layer_index(index, j), divmod(index, run.count)
+                pool = state.latents[s][group, segment.offset(j) + place]
+                latents = _joined(pool, tails[s][j][0][index, 0], prompt)
                 values[f"cache.kv_latent.{i}"] = latents[:, : config.kv_lora_rank]
                 values[f"cache.k_rope.{i}"] = latents[:, config.kv_lora_rank :]
-                if indexer == "full":
+                if run.indexer == "full":
                     values[f"cache.index_key.{i}"] = _joined(
-                        state.index_keys[s][r], tails[s][j][1][r, 0], prompt
+                        state.index_keys[s][group], tails[s][j][1][index, 0], prompt
                     )
     return {key: np.asarray(x) for key, x in values.items()}
 

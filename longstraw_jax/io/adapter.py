@@ -84,8 +84,8 @@ def _places(config: ModelConfig, site: Site) -> Iterator[tuple[Any, str]]:
         return
     _, s, j, module = site.path
     segment = config.segments()[int(s)]
-    for repetition in range(segment.repeat):
-        yield repetition, f"{_PREFIX}model.layers.{segment.layer_index(repetition, int(j))}.{module}"
+    for index in range(segment.stack(int(j))):
+        yield index, f"{_PREFIX}model.layers.{segment.layer_index(index, int(j))}.{module}"
 
 
 def _expert_a(a: np.ndarray) -> np.ndarray:

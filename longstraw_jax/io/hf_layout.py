@@ -55,8 +55,8 @@ def parameters(config: ModelConfig) -> Params:
             name = "lm_head.weight" if keys[0] == "lm_head" else "model." + ".".join(keys)
             names = ((name,),)
         else:
-            segment, position, module = segments[keys[1]], keys[3], keys[4:]
-            layers = [segment.layer_index(group, position) for group in range(segment.repeat)]
+            segment, run, module = segments[keys[1]], keys[3], keys[4:]
+            layers = [segment.layer_index(index, run) for index in range(segment.stack(run))]
             prefixes = [f"model.layers.{layer}.{'.'.join(module[:-1])}." for layer in layers]
             if "experts" in module:
                 count = range(leaf.shape[1])

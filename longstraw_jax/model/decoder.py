@@ -25,11 +25,14 @@ class Embedding(nnx.Module):
 
 
 class Group(nnx.Module):
-    """The layers of one IndexShare group, each parameter stacked over the segment's repetitions."""
+    """The layers of an IndexShare group as runs of alike layers, each parameter stacked over the whole segment."""
 
     def __init__(self, config: ModelConfig, segment: Segment, *, dtype, rngs):
         self.layers = nnx.List(
-            [Block(config, kinds, stack=segment.repeat, dtype=dtype, rngs=rngs) for kinds in segment.kinds]
+            [
+                Block(config, run[:2], stack=segment.stack(j), dtype=dtype, rngs=rngs)
+                for j, run in enumerate(segment.runs)
+            ]
         )
 
 
@@ -72,12 +75,12 @@ class Decoder(nnx.Module):
 
         Args:
           pages: per segment (latents [R, J, pages, 64, W], index keys [R, pages, 64, H]) of the prompt.
-          caches: per segment a list over layers of tails (latents [R, B, tail, W], keys [R, B, tail, H] or None).
+          caches: per segment a list over runs of tails (latents [L, B, tail, W], keys [L, B, tail, H] or None).
           adapters: see lora.py; None for none.
 
         Returns:
-          The final norm's output; per segment a list over layers of kept (latents, index keys), stacked over R; and,
-          when run.collect, per segment a list over layers of intermediates, stacked over R.
+          The final norm's output; per segment a list over runs of kept (latents, index keys) [L, ..], L the run's layers
+          in the segment; and, when run.collect, per segment a list over runs of intermediates [L, ..].
         """
         x = parallel.embed(ids, self.embed_tokens.weight[...], run.axis)
         scales = lora.scales() if lora is not None else {}
@@ -91,25 +94,46 @@ class Decoder(nnx.Module):
                 block = nnx.merge(graphdefs[j], _unshard(state, run.axis))
                 return block(x, selection, pages_j, caches_j, run, pairs_of(adapters_j, scales, run.gate))
 
-            def one_group(x, xs, kinds=segment.kinds, layer=layer):
-                states, pages, caches, group_adapters = xs
+            def one_group(x, xs, runs=segment.runs, offset=segment.offset, layer=layer):
+                states, group_pages, group_caches, group_adapters = xs
                 selection, kept, extras = None, [], []
-                for j, (indexer, _) in enumerate(kinds):
-                    pages_j = (None, None) if pages is None else (pages[0][j], pages[1] if indexer == "full" else None)
+                for j, (indexer, _, count) in enumerate(runs):
                     fn = functools.partial(layer, j)
                     if remat:
                         policy = jax.checkpoint_policies.save_only_these_names("selection")
                         fn = jax.checkpoint(fn, policy=policy)
-                    cache = (None, None) if caches is None else caches[j]
-                    x, selection, kept_j, extra = fn(
-                        x, selection, states[j], pages_j, cache, group_adapters.get(str(j), {})
-                    )
+                    latents = keys = None
+                    if group_pages is not None:
+                        latents = group_pages[0][offset(j) : offset(j) + count]
+                        keys = group_pages[1][None] if indexer == "full" else None
+                    cache = (None, None) if group_caches is None else group_caches[j]
+                    run_xs = (states[j], (latents, keys), cache, group_adapters.get(str(j), {}))
+                    if count == 1:
+                        only = jax.tree.map(lambda v: v[0], run_xs)
+                        x, selection, kept_j, extra = fn(x, selection, *only)
+                        kept_j, extra = jax.tree.map(lambda v: v[None], (kept_j, extra))
+                    else:
+
+                        def one_layer(x, layer_xs, fn=fn, selection=selection):
+                            x, _, kept, extra = fn(x, selection, *layer_xs)
+                            return x, (kept, extra)
+
+                        x, (kept_j, extra) = jax.lax.scan(one_layer, x, run_xs)
                     kept.append(kept_j)
                     extras.append(extra)
                 return x, (kept, extras)
 
-            xs = (states, None if pages is None else pages[s], None if caches is None else caches[s], segment_adapters)
-            x, (kept, extras) = jax.lax.scan(one_group, x, xs)
+            def by_group(tree, repeat=segment.repeat):
+                return jax.tree.map(lambda v: v.reshape(repeat, v.shape[0] // repeat, *v.shape[1:]), tree)
+
+            xs = (
+                by_group(states),
+                None if pages is None else pages[s],
+                None if caches is None else by_group(caches[s]),
+                by_group(segment_adapters),
+            )
+            x, done = jax.lax.scan(one_group, x, xs)
+            kept, extras = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), done)
             every_kept.append(kept)
             every_extra.append(extras)
         return self.norm(x), tuple(every_kept), every_extra

@@ -32,12 +32,12 @@ def sparse_mla(
       ids: selected rows, -1 for none.
 
     Returns:
-      fp32 output and log-sum-exp; a query with nothing selected gives 0 and -inf, and no gradient. Blocks of
-      queries are recomputed in the backward pass, so the gathered rows are never kept.
+      fp32 output and log-sum-exp; a query with nothing selected gives 0 and -inf, and no gradient. Of many queries
+      a block at a time is gathered, and gathered again in the backward pass.
     """
     t = q.shape[0]
     if t <= QUERY_BLOCK:
-        return jax.checkpoint(lambda q, ids: _attend(q, rows, ids, scale, value_dim))(q, ids)
+        return _attend(q, rows, ids, scale, value_dim)
     pad = -t % QUERY_BLOCK
     q = jnp.pad(q, ((0, pad), (0, 0), (0, 0))).reshape(-1, QUERY_BLOCK, *q.shape[1:])
     ids = jnp.pad(ids, ((0, pad), (0, 0)), constant_values=-1).reshape(-1, QUERY_BLOCK, ids.shape[1])

@@ -1,0 +1,127 @@
+"""Replay and score: one response against the resident prompt, with or without autograd."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax import lora, parallel, sharding
+from longstraw_jax.model import decoder, rope
+from longstraw_jax.model.block import Pass
+from longstraw_jax.prefix import pages
+from longstraw_jax.types import Model, Params, PrefixState
+
+
+def pad_length(tokens: int, devices: int) -> int:
+    """Static length of a replay of up to `tokens` response tokens: every device takes the same share."""
+    return -(-max(tokens, 1) // devices) * devices
+
+
+def member_inputs(
+    boundary: int, responses: Sequence[Sequence[int]], padded: int
+) -> tuple[Int[np.ndarray, "G T"], Int[np.ndarray, "G T"], Int[np.ndarray, "G"]]:
+    """Inputs [boundary, r0 .. r(n-2)], targets [r0 .. r(n-1)] and lengths of a group's responses, zero-padded.
+
+    Raises:
+      ValueError: a response longer than `padded`.
+    """
+    inputs, targets = (np.zeros((len(responses), padded), np.int32) for _ in range(2))
+    for g, response in enumerate(responses):
+        if len(response) > padded:
+            raise ValueError(f"response {g} has {len(response)} tokens; accepted: at most {padded}")
+        targets[g, : len(response)] = response
+        inputs[g, 0] = boundary
+        inputs[g, 1 : len(response)] = response[:-1]
+    return inputs, targets, np.asarray([len(r) for r in responses], np.int32)
+
+
+def member_logprobs(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    inputs: Int[Array, "T"],
+    targets: Int[Array, "T"],
+    length: Int[Array, ""],
+    temperature: float | Float[Array, ""] = 1.0,
+    *,
+    per_device: bool = False,
+) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
+    """Log-probability of each response token and the entropy it was drawn at, given the resident prompt.
+
+    Differentiable in `adapters` (take the gradient of this, never inside it); the prompt's pages are constants, so
+    this is the response-only gradient of the `frozen` and `detached` modes. Queries and candidates travel
+    (*merge-candidates*), the response is split over the mesh.
+
+    Args:
+      adapters: None for the reference policy (adapters off).
+      inputs, targets, length: one row of `member_inputs`; T is a multiple of the mesh size.
+      per_device: `adapters` come from lora.per_device, so that their gradients stay per device.
+
+    Returns:
+      fp32 [T]; entries at and past `length` are meaningless and must be masked.
+    """
+    config = model.config
+    sharding.check_divides("replay length", inputs.shape[0], model.devices)
+
+    def body(axis, base, adapters, prefix, inputs, targets, length, temperature):
+        adapters = lora.local(adapters) if per_device else adapters
+        index = parallel.axis_index(axis) * inputs.shape[0] + jnp.arange(inputs.shape[0], dtype=jnp.int32)
+        cos, sin = rope.cos_sin((prefix.length + index)[None], config.rope_parameters, config.qk_rope_head_dim)
+        run = Pass(
+            axis=axis,
+            cos=cos,
+            sin=sin,
+            query_index=jnp.where(index < length, index, -1)[None],
+            length=prefix.length,
+            strategy="merge_candidates",
+            attention=model.attention,
+        )
+        trunk = nnx.merge(model.graphdef, base)
+        hidden, _, _ = trunk(
+            inputs[None],
+            run,
+            pages=tuple(zip(prefix.latents, prefix.index_keys, strict=True)),
+            adapters=adapters,
+            lora=model.lora,
+            remat=model.remat,
+        )
+        head, pair = trunk.lm_head.weight[...], trunk.head_pair(adapters, model.lora)
+        return parallel.token_logprobs(hidden[0], targets, head, pair, temperature, axis)
+
+    token = P(sharding.AXIS)
+    specs = (
+        decoder.param_specs(config),
+        lora.per_device_specs(config, model.lora) if per_device else lora.stored_specs(model, adapters),
+        pages.prefix_specs(config),
+        token,
+        token,
+        P(),
+        P(),
+    )
+    args = (base, adapters, prefix, inputs, targets, length, jnp.float32(temperature))
+    return parallel.mapped(body, model.mesh, specs, (token, token))(*args)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def score(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    inputs: Int[Array, "G T"],
+    targets: Int[Array, "G T"],
+    lengths: Int[Array, "G"],
+    temperature: float | Float[Array, ""] = 1.0,
+) -> tuple[Float[Array, "G T"], Float[Array, "G T"]]:
+    """Log-probabilities and entropies of a group, without autograd, one member at a time."""
+
+    def one(member):
+        return member_logprobs(model, base, adapters, prefix, *member, temperature)
+
+    return jax.lax.map(one, (inputs, targets, lengths))

@@ -1,0 +1,203 @@
+"""Sampling: decode a whole group from the one resident prompt, each member with its own private tail."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from longstraw_jax import lora, parallel, sharding
+from longstraw_jax.model import decoder, rope
+from longstraw_jax.model.block import Pass
+from longstraw_jax.prefix import pages
+from longstraw_jax.types import Model, Params, PrefixState
+
+
+class Samples(NamedTuple):
+    """A group of responses.
+
+    Attributes:
+      tokens: [G, T] int32, 0 past a response's end.
+      logprobs: [G, T] fp32, of each token under the whole distribution at the sampling temperature (before top-p).
+      lengths: [G] int32, the eos included.
+      truncated: [G] bool, no eos within the budget.
+    """
+
+    tokens: Int[Array, "G T"]
+    logprobs: Float[Array, "G T"]
+    lengths: Int[Array, "G"]
+    truncated: Bool[Array, "G"]
+
+
+def empty_tails(model: Model, rows: int, tokens: int) -> tuple[list[tuple[Array, Array | None]], ...]:
+    """Zeroed private tails of `rows` members: per segment, per run (latents [L, rows, tokens, W], index keys)."""
+    config, dtype = model.config, jnp.dtype(model.config.dtype)
+
+    def tail(layers, indexer):
+        latents = jnp.zeros((layers, rows, tokens, config.latent_dim), dtype)
+        keys = jnp.zeros((layers, rows, tokens, config.index_head_dim), dtype)
+        return latents, keys if indexer == "full" else None
+
+    return tuple([tail(s.stack(j), run.indexer) for j, run in enumerate(s.runs)] for s in config.segments())
+
+
+def decode_step(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    tails: tuple[Any, ...],
+    ids: Int[Array, "B"],
+    step: Int[Array, ""],
+    live: Bool[Array, "B"],
+    axis: str | None,
+) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
+    """Logits after one token of each member on this device, and the extended tails.
+
+    Args:
+      ids: each member's token at tail row `step`.
+      live: members that still decode; the others select nothing and route nowhere.
+    """
+    config = model.config
+    position = jnp.broadcast_to(prefix.length + step, (ids.shape[0], 1))
+    cos, sin = rope.cos_sin(position, config.rope_parameters, config.qk_rope_head_dim)
+    run = Pass(
+        axis=axis,
+        cos=cos,
+        sin=sin,
+        query_index=jnp.where(live, step, -1)[:, None],
+        length=prefix.length,
+        strategy="merge_candidates",
+        split="rows",
+        attention=model.attention,
+        offset=step,
+        keep="cache",
+    )
+    trunk = nnx.merge(model.graphdef, base)
+    hidden, tails, _ = trunk(
+        ids[:, None],
+        run,
+        pages=tuple(zip(prefix.latents, prefix.index_keys, strict=True)),
+        caches=tails,
+        adapters=adapters,
+        lora=model.lora,
+    )
+    pair = trunk.head_pair(adapters, model.lora)
+    return parallel.logits(hidden[:, 0], trunk.lm_head.weight[...], pair, axis), tails
+
+
+def draw(
+    keys: Key[Array, "B"], logits: Float[Array, "B V"], temperature: Float[Array, ""], top_p: float
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """One token a row, and its log-probability under softmax(logits / temperature) over the whole vocabulary.
+
+    Temperature 0 is greedy, with the log-probability at temperature 1. top_p keeps the smallest set of most likely
+    tokens whose probability reaches it, and never fewer than one.
+    """
+    greedy = temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)
+    logprobs = jax.nn.log_softmax(scaled, axis=-1)
+    allowed = logprobs
+    if top_p < 1:
+        order = jnp.argsort(-logprobs, axis=-1)
+        ranked = jnp.exp(jnp.take_along_axis(logprobs, order, axis=-1))
+        before = jnp.cumsum(ranked, axis=-1) - ranked
+        kept = jnp.zeros_like(logprobs, bool).at[jnp.arange(order.shape[0])[:, None], order].set(before < top_p)
+        allowed = jnp.where(kept, logprobs, -jnp.inf)
+    drawn = jax.vmap(jax.random.categorical)(keys, allowed)
+    token = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids"))
+def _sample(model, base, adapters, prefix, boundary, key, temperature, *, group, max_new_tokens, top_p, eos_ids):
+    rows = -(-group // model.devices)
+
+    def body(axis, base, adapters, prefix, boundary, key, temperature):
+        member = parallel.axis_index(axis) * rows + jnp.arange(rows, dtype=jnp.int32)
+        member_keys = jax.vmap(lambda m: jax.random.fold_in(key, m))(member)
+
+        def unfinished(carry):
+            step, _, done, *_ = carry
+            return (step < max_new_tokens) & parallel.any_device(~done.all(), axis)
+
+        def decode(carry):
+            step, ids, done, tails, tokens, logprobs, lengths, stopped = carry
+            logits, tails = decode_step(model, base, adapters, prefix, tails, ids, step, ~done, axis)
+            step_keys = jax.vmap(lambda k: jax.random.fold_in(k, step))(member_keys)
+            token, logprob = draw(step_keys, logits, temperature, top_p)
+            eos = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) & ~done
+            tokens = tokens.at[:, step].set(jnp.where(done, 0, token))
+            logprobs = logprobs.at[:, step].set(jnp.where(done, 0.0, logprob))
+            return step + 1, token, done | eos, tails, tokens, logprobs, lengths + ~done, stopped | eos
+
+        start = (
+            jnp.int32(0),
+            jnp.full((rows,), boundary, jnp.int32),
+            member >= group,
+            empty_tails(model, rows, max_new_tokens),
+            jnp.zeros((rows, max_new_tokens), jnp.int32),
+            jnp.zeros((rows, max_new_tokens), jnp.float32),
+            jnp.zeros((rows,), jnp.int32),
+            jnp.zeros((rows,), bool),
+        )
+        *_, tokens, logprobs, lengths, stopped = jax.lax.while_loop(unfinished, decode, start)
+        return Samples(tokens, logprobs, lengths, ~stopped)
+
+    config = model.config
+    specs = (decoder.param_specs(config), lora.stored_specs(model, adapters), pages.prefix_specs(config), P(), P(), P())
+    mapped = parallel.mapped(body, model.mesh, specs, P(sharding.AXIS))
+    return jax.tree.map(lambda x: x[:group], mapped(base, adapters, prefix, boundary, key, temperature))
+
+
+def sample(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    boundary: int,
+    key: Key[Array, ""],
+    *,
+    group: int,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    eos_ids: tuple[int, ...],
+) -> Samples:
+    """Draws `group` responses; a member's tokens depend on (key, member, prompt) alone, not on the mesh or the others.
+
+    Args:
+      boundary: the prompt's last token.
+      max_new_tokens: token budget of each response.
+
+    Raises:
+      ValueError: a value out of range, by name.
+      ConfigError: prompt and budget exceed max_position_embeddings.
+    """
+    if group < 1:
+        raise ValueError(f"group={group}; accepted: at least 1")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; accepted: at least 1")
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature}; accepted: 0 (greedy) or more")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}; accepted: above 0, at most 1")
+    if not 0 <= boundary < model.config.vocab_size:
+        raise ValueError(f"boundary={boundary}; accepted: a token id from 0 to {model.config.vocab_size - 1}")
+    model.config.check_length(int(prefix.length) + 1 + max_new_tokens)
+    return _sample(
+        model,
+        base,
+        adapters,
+        prefix,
+        jnp.int32(boundary),
+        key,
+        jnp.float32(temperature),
+        group=group,
+        max_new_tokens=max_new_tokens,
+        top_p=float(top_p),
+        eos_ids=tuple(eos_ids),
+    )

@@ -145,6 +145,7 @@ def _decode_row(model, base, row, prompt):
     unused = jnp.zeros((2,), jnp.uint32)
     state = capture.capture(model, base, None, row[:prompt], chunk=CHUNK, fingerprint=unused)
     logits, tails = _decode(model, base, state, row[prompt:])
+    state, tails = jax.device_get((state, tails))
     values = {"decode.logits": logits}
     for s, segment in enumerate(config.segments()):
         for j, run in enumerate(segment.runs):
@@ -162,7 +163,7 @@ def _decode_row(model, base, row, prompt):
 
 
 def _joined(pages, tail, prompt):
-    return np.concatenate([np.asarray(pages).reshape(-1, pages.shape[-1])[:prompt], np.asarray(tail)])
+    return np.concatenate([pages.reshape(-1, pages.shape[-1])[:prompt], tail])
 
 
 def rotary_values(

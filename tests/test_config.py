@@ -30,8 +30,14 @@ def test_released_values():
 def test_layers_fall_into_three_scanned_runs():
     segments = model_config_from_hf(GLM52).segments()
     assert [(s.first_layer, s.repeat, s.group_layers) for s in segments] == [(0, 2, 1), (2, 1, 4), (6, 18, 4)]
-    assert segments[1].runs == (("full", "dense", 1), ("shared", "sparse", 3)) and segments[2].runs[0] == ("full", "sparse", 1)
-    order = sorted(s.layer_index(i, j) for s in segments for j in range(len(s.runs)) for i in range(s.stack(j)))
+    assert segments[1].runs == (("full", "dense", 1), ("shared", "sparse", 3)) and segments[2].runs[0] == (
+        "full",
+        "sparse",
+        1,
+    )
+    order = sorted(
+        s.layer_index(i, j) for s in segments for j in range(len(s.runs)) for i in range(s.stack(j))
+    )
     assert order == list(range(78))
 
 

@@ -78,9 +78,9 @@ def pairs_of(adapters: dict[str, Any], scales: dict[str, float], gate: Array | N
 class Block(nnx.Module):
     """x + attention(rms(x)), then x + mlp(rms(x)) (GlmMoeDsaDecoderLayer)."""
 
-    def __init__(self, config: ModelConfig, kinds: tuple[str, str], *, stack, dtype, rngs):
+    def __init__(self, config: ModelConfig, kinds: tuple[str, str], *, stack, dtype):
         self.config, self.kinds = config, kinds
-        opts = dict(stack=stack, dtype=dtype, rngs=rngs)
+        opts = dict(stack=stack, dtype=dtype)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **opts)
         self.self_attn = MLA(config, kinds[0], **opts)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **opts)

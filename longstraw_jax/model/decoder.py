@@ -1,12 +1,13 @@
 """The trunk: embedding, layers scanned in IndexShare groups, final norm and head."""
 
 import functools
+import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax import parallel, sharding
@@ -20,19 +21,16 @@ from longstraw_jax.types import Model, Params
 class Embedding(nnx.Module):
     """Token embedding, not scaled; its columns are sharded."""
 
-    def __init__(self, vocab, dim, *, dtype, rngs, std):
-        self.weight = parameter((vocab, dim), stack=None, axes=(None, "fsdp"), dtype=dtype, rngs=rngs, init=std)
+    def __init__(self, vocab, dim, *, dtype, std):
+        self.weight = parameter((vocab, dim), stack=None, axes=(None, "fsdp"), dtype=dtype, init=std)
 
 
 class Group(nnx.Module):
     """The layers of an IndexShare group as runs of alike layers, each parameter stacked over the whole segment."""
 
-    def __init__(self, config: ModelConfig, segment: Segment, *, dtype, rngs):
+    def __init__(self, config: ModelConfig, segment: Segment, *, dtype):
         self.layers = nnx.List(
-            [
-                Block(config, run[:2], stack=segment.stack(j), dtype=dtype, rngs=rngs)
-                for j, run in enumerate(segment.runs)
-            ]
+            [Block(config, run[:2], stack=segment.stack(j), dtype=dtype) for j, run in enumerate(segment.runs)]
         )
 
 
@@ -51,14 +49,17 @@ def _unshard(state: nnx.State, axis: str | None) -> nnx.State:
 class Decoder(nnx.Module):
     """GlmMoeDsaForCausalLM without the MTP layer."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+    ):
         self.config = config
         dtype = jnp.dtype(config.dtype)
         d, v, std = config.hidden_size, config.vocab_size, config.initializer_range
-        self.embed_tokens = Embedding(v, d, dtype=dtype, rngs=rngs, std=std)
-        self.segments = nnx.List([Group(config, s, dtype=dtype, rngs=rngs) for s in config.segments()])
-        self.norm = RMSNorm(d, config.rms_norm_eps, stack=None, dtype=dtype, rngs=rngs)
-        self.lm_head = Linear(d, v, stack=None, dtype=dtype, rngs=rngs, std=std, axes=(None, "vocab"))
+        self.embed_tokens = Embedding(v, d, dtype=dtype, std=std)
+        self.segments = nnx.List([Group(config, s, dtype=dtype) for s in config.segments()])
+        self.norm = RMSNorm(d, config.rms_norm_eps, stack=None, dtype=dtype)
+        self.lm_head = Linear(d, v, stack=None, dtype=dtype, std=std, axes=(None, "vocab"))
 
     def __call__(
         self,
@@ -79,7 +80,7 @@ class Decoder(nnx.Module):
           adapters: see lora.py; None for none.
 
         Returns:
-          The final norm's output; per segment a list over runs of kept (latents, index keys) [L, ..], L the run's layers
+          The final norm's output; per segment a list over runs of kept (latents, index keys) [L, ..]
           in the segment; and, when run.collect, per segment a list over runs of intermediates [L, ..].
         """
         x = parallel.embed(ids, self.embed_tokens.weight[...], run.axis)
@@ -148,7 +149,7 @@ class Decoder(nnx.Module):
 @functools.lru_cache(maxsize=16)
 def abstract(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """Graph and ShapeDtypeStructs of the decoder; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config)))
 
 
 def make_model(
@@ -199,15 +200,24 @@ def _nest(flat: dict[tuple[Any, ...], Any]) -> Params:
     return nested
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "init", "out"))
+def _draw(key, *, shape, dtype, init, out):
+    if init in ("ones", "zeros"):
+        value = jnp.full(shape, 1 if init == "ones" else 0, dtype)
+    else:
+        value = (init * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return jax.lax.with_sharding_constraint(value, out)
+
+
 def init_params(config: ModelConfig, seed: int, *, mesh: Mesh | None = None) -> Params:
-    """Random base weights (normal, initializer_range), made where they will lie."""
-    shardings = jax.tree.map(
-        lambda s: sharding.named(mesh, s), param_specs(config), is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
-
-    @functools.partial(jax.jit, out_shardings=shardings)
-    def make():
-        _, state = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
-        return nnx.to_pure_dict(state)
-
-    return make()
+    """Random base weights, made where they will lie; a parameter depends on the seed and its name, not on the mesh."""
+    key, drawn = jax.random.key(seed), {}
+    for path, variable in nnx.to_flat_state(abstract(config)[1]):
+        drawn[path] = _draw(
+            jax.random.fold_in(key, zlib.crc32(repr(path).encode())),
+            shape=variable.shape,
+            dtype=variable.dtype,
+            init=variable.get_metadata("init"),
+            out=sharding.named(mesh, sharding.spec(variable.get_metadata("axes"))),
+        )
+    return _nest(drawn)

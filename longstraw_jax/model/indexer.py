@@ -16,20 +16,20 @@ class Indexer(nnx.Module):
     Its inputs carry no gradient: selection is not differentiable and the indexer is frozen in RL.
     """
 
-    def __init__(self, config: ModelConfig, *, stack, dtype, rngs):
+    def __init__(self, config: ModelConfig, *, stack, dtype):
         self.config = config
-        opts = dict(stack=stack, rngs=rngs, std=config.initializer_range)
+        opts = dict(stack=stack, std=config.initializer_range)
         heads, dim = config.index_n_heads, config.index_head_dim
         self.wq_b = Linear(config.q_lora_rank, heads * dim, dtype=dtype, **opts)
         self.wk = Linear(config.hidden_size, dim, dtype=dtype, **opts)
         # fp32 whatever the model's dtype: rounding it flips near-tied selections.
         self.weights_proj = Linear(config.hidden_size, heads, dtype=jnp.float32, **opts)
-        self.k_norm = LayerNorm(dim, 1e-6, stack=stack, dtype=dtype, rngs=rngs)
+        self.k_norm = LayerNorm(dim, 1e-6, stack=stack, dtype=dtype)
 
     def __call__(
         self, h: Float[Array, "B T D"], qr: Float[Array, "B T Q"], cos: Array, sin: Array
     ) -> tuple[Float[Array, "B T I H"], Float[Array, "B T I"], Float[Array, "B T H"]]:
-        """Queries, fp32 weights (both scales folded in) and keys from the normed input h and the NORMED query latent."""
+        """Queries, fp32 weights (both scales folded in) and keys, from the normed input and the NORMED query latent."""
         c = self.config
         heads, dim, p = c.index_n_heads, c.index_head_dim, c.qk_rope_head_dim
         q = self.wq_b(qr).reshape(*qr.shape[:-1], heads, dim)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -21,15 +20,9 @@ class Pair(NamedTuple):
 
 
 def parameter(
-    shape: tuple[int, ...],
-    *,
-    stack: int | None,
-    axes: tuple[str | None, ...],
-    dtype: jnp.dtype,
-    rngs: nnx.Rngs,
-    init: float | str,
+    shape: tuple[int, ...], *, stack: int | None, axes: tuple[str | None, ...], dtype: jnp.dtype, init: float | str
 ) -> nnx.Param:
-    """A parameter, with a leading layer axis when `stack` is given.
+    """Declares a parameter, with a leading layer axis when `stack` is given. Zeros: decoder.init_params draws values.
 
     Args:
       axes: per dimension a logical axis ("fsdp": sharded at rest, gathered for use; "expert", "vocab": stays
@@ -38,13 +31,7 @@ def parameter(
     """
     full = shape if stack is None else (stack, *shape)
     axes = axes if stack is None else (None, *axes)
-    if init == "ones":
-        value = jnp.ones(full, dtype)
-    elif init == "zeros":
-        value = jnp.zeros(full, dtype)
-    else:
-        value = (init * jax.random.normal(rngs.params(), full, jnp.float32)).astype(dtype)
-    return nnx.Param(value, axes=axes)
+    return nnx.Param(jnp.zeros(full, dtype), axes=axes, init=init)
 
 
 def low_rank(x: Float[Array, "*lead d_in"], pair: Pair) -> Float[Array, "*lead d_out"]:
@@ -58,8 +45,8 @@ def low_rank(x: Float[Array, "*lead d_in"], pair: Pair) -> Float[Array, "*lead d
 class Linear(nnx.Module):
     """y = x W (+ low-rank update), no bias. W is [in, out], the transpose of the checkpoint's."""
 
-    def __init__(self, d_in, d_out, *, stack, dtype, rngs, std, axes=("fsdp", None)):
-        self.weight = parameter((d_in, d_out), stack=stack, axes=axes, dtype=dtype, rngs=rngs, init=std)
+    def __init__(self, d_in, d_out, *, stack, dtype, std, axes=("fsdp", None)):
+        self.weight = parameter((d_in, d_out), stack=stack, axes=axes, dtype=dtype, init=std)
 
     def __call__(self, x: Float[Array, "*lead d_in"], pair: Pair | None = None) -> Float[Array, "*lead d_out"]:
         y = x @ self.weight[...]

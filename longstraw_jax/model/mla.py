@@ -17,9 +17,9 @@ class MLA(nnx.Module):
     The latent of a token is [kv_a_layernorm(ckv), rope(k_pe)], what the cache keeps.
     """
 
-    def __init__(self, config: ModelConfig, kind: str, *, stack, dtype, rngs):
+    def __init__(self, config: ModelConfig, kind: str, *, stack, dtype):
         self.config = config
-        c, opts = config, dict(stack=stack, dtype=dtype, rngs=rngs)
+        c, opts = config, dict(stack=stack, dtype=dtype)
         std = config.initializer_range
         eps = c.rms_norm_eps if c.latent_norm_eps is None else c.latent_norm_eps
         heads = c.num_attention_heads
@@ -56,7 +56,7 @@ class MLA(nnx.Module):
     def absorb(
         self, q_nope: Float[Array, "B T N H"], q_pe: Float[Array, "B T N P"], pairs: dict[str, Pair]
     ) -> Float[Array, "B T N W"]:
-        """Queries against latents: [q_nope Wk, q_pe]. The update of kv_b stays low-rank, so it is never materialised."""
+        """Queries against latents: [q_nope Wk, q_pe]. The update of kv_b stays low-rank, never materialised."""
         wk, _ = self._split_kv_b(self.kv_b_proj.weight[...])
         q = jnp.einsum("btnh,rnh->btnr", q_nope, wk)
         if (pair := pairs.get("self_attn.kv_b_proj")) is not None:

@@ -12,8 +12,8 @@ from longstraw_jax.model.linear import Linear, Pair, parameter
 class MLP(nnx.Module):
     """(silu(h Wgate) * (h Wup)) Wdown; dense layers and the shared expert."""
 
-    def __init__(self, d_model, d_ff, *, stack, dtype, rngs, std):
-        opts = dict(stack=stack, dtype=dtype, rngs=rngs, std=std)
+    def __init__(self, d_model, d_ff, *, stack, dtype, std):
+        opts = dict(stack=stack, dtype=dtype, std=std)
         self.gate_proj = Linear(d_model, d_ff, **opts)
         self.up_proj = Linear(d_model, d_ff, **opts)
         self.down_proj = Linear(d_ff, d_model, **opts)
@@ -27,10 +27,10 @@ class MLP(nnx.Module):
 class Router(nnx.Module):
     """GlmMoeDsaTopkRouter: sigmoid scores in fp32; a correction bias selects, the unbiased scores weigh."""
 
-    def __init__(self, config: ModelConfig, *, stack, rngs):
+    def __init__(self, config: ModelConfig, *, stack):
         self.config = config
         d, e = config.hidden_size, config.n_routed_experts
-        opts = dict(stack=stack, dtype=jnp.float32, rngs=rngs)  # fp32 whatever the model's dtype
+        opts = dict(stack=stack, dtype=jnp.float32)  # fp32 whatever the model's dtype
         self.weight = parameter((d, e), axes=("fsdp", None), init=config.initializer_range, **opts)
         self.e_score_correction_bias = parameter((e,), axes=(None,), init="zeros", **opts)
 
@@ -56,9 +56,9 @@ class Router(nnx.Module):
 class Experts(nnx.Module):
     """Weights of the routed experts, [E, in, out]; applied by parallel.routed_experts."""
 
-    def __init__(self, config: ModelConfig, *, stack, dtype, rngs):
+    def __init__(self, config: ModelConfig, *, stack, dtype):
         e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        opts = dict(stack=stack, axes=("expert", None, None), dtype=dtype, rngs=rngs, init=config.initializer_range)
+        opts = dict(stack=stack, axes=("expert", None, None), dtype=dtype, init=config.initializer_range)
         self.gate_proj = parameter((e, d, f), **opts)
         self.up_proj = parameter((e, d, f), **opts)
         self.down_proj = parameter((e, f, d), **opts)
@@ -67,10 +67,10 @@ class Experts(nnx.Module):
 class MoE(nnx.Module):
     """Router, routed experts and the ungated shared expert of width moe_intermediate_size * n_shared_experts."""
 
-    def __init__(self, config: ModelConfig, *, stack, dtype, rngs):
-        self.gate = Router(config, stack=stack, rngs=rngs)
-        self.experts = Experts(config, stack=stack, dtype=dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, *, stack, dtype):
+        self.gate = Router(config, stack=stack)
+        self.experts = Experts(config, stack=stack, dtype=dtype)
         if config.n_shared_experts:
             width = config.moe_intermediate_size * config.n_shared_experts
             std = config.initializer_range
-            self.shared_experts = MLP(config.hidden_size, width, stack=stack, dtype=dtype, rngs=rngs, std=std)
+            self.shared_experts = MLP(config.hidden_size, width, stack=stack, dtype=dtype, std=std)

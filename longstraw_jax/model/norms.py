@@ -11,9 +11,9 @@ from longstraw_jax.model.linear import parameter
 class RMSNorm(nnx.Module):
     """g * x / rms(x): normed in fp32, cast to x's dtype, then scaled (GlmMoeDsaRMSNorm)."""
 
-    def __init__(self, dim, eps, *, stack, dtype, rngs):
+    def __init__(self, dim, eps, *, stack, dtype):
         self.eps = eps
-        self.weight = parameter((dim,), stack=stack, axes=(None,), dtype=dtype, rngs=rngs, init="ones")
+        self.weight = parameter((dim,), stack=stack, axes=(None,), dtype=dtype, init="ones")
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
         x32 = x.astype(jnp.float32)
@@ -24,10 +24,10 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """LayerNorm with bias in fp32; the indexer's key norm (eps 1e-6 in every implementation)."""
 
-    def __init__(self, dim, eps, *, stack, dtype, rngs):
+    def __init__(self, dim, eps, *, stack, dtype):
         self.eps = eps
-        self.weight = parameter((dim,), stack=stack, axes=(None,), dtype=dtype, rngs=rngs, init="ones")
-        self.bias = parameter((dim,), stack=stack, axes=(None,), dtype=dtype, rngs=rngs, init="zeros")
+        self.weight = parameter((dim,), stack=stack, axes=(None,), dtype=dtype, init="ones")
+        self.bias = parameter((dim,), stack=stack, axes=(None,), dtype=dtype, init="zeros")
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
         x32 = x.astype(jnp.float32)

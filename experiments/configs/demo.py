@@ -1,0 +1,31 @@
+"""The demo: a tiny random model, 16,384 tokens of Python's documentation and a question, 32 emulated devices."""
+
+import importlib.util
+import pathlib
+
+from ml_collections import ConfigDict
+
+_SPEC = importlib.util.spec_from_file_location("grpo", pathlib.Path(__file__).with_name("grpo.py"))
+_GRPO = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_GRPO)
+
+
+def get_config() -> ConfigDict:
+    """Only what differs from grpo.py; demo.py fills in the checkpoint and the rows it makes."""
+    config = _GRPO.get_config()
+    config.steps = 24
+    config.mesh.devices = 32
+    config.mesh.emulate = True
+    config.data.document = "python"
+    config.data.prompt_tokens = 16_384
+    config.grpo.mode = "frozen"  # one capture serves every step
+    config.grpo.group = 8
+    config.grpo.max_new_tokens = 32
+    config.capture.chunk = 2048
+    config.reward.functions = ("digit_share",)
+    for target in config.lora:
+        config.lora[target].rank = 4
+        config.lora[target].alpha = 8.0
+    config.optimizer.learning_rate = 2e-2
+    config.checkpoint.every = 8
+    return config

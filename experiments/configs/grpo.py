@@ -1,0 +1,64 @@
+"""Defaults of train_grpo.py; other configs start from these. Override with --config.grpo.clip_high=0.28."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Every field, with GLM-5.2-like values for the objective and the optimizer."""
+    targets = ("q_a", "q_b", "kv_a", "kv_b", "o", "dense", "shared", "routed", "lm_head")
+    return ConfigDict(
+        {
+            "seed": 0,
+            "steps": 100,
+            "model": {
+                "checkpoint": "",  # a Hugging Face directory: config.json, safetensors, tokenizer, chat template
+                "latent_norm_eps": 0.0,  # eps of the two latent norms; 0: rms_norm_eps, as the vendor's code
+                "yarn_positions": 0,  # opt in to a longer position range; 0: the checkpoint's own
+            },
+            "mesh": {
+                "devices": 1,
+                "emulate": False,  # split the CPU into that many devices
+            },
+            "data": {
+                "paths": ("",),  # JSONL or parquet rows: prompt, reward_model.ground_truth, extra_info.index
+                "rows_per_step": 1,
+                "document": "none",  # "python": put Python's documentation before the question
+                "prompt_tokens": 0,  # exact prompt length, by cutting the document; 0: as it comes
+            },
+            "grpo": {
+                "mode": "detached",
+                "group": 8,
+                "max_new_tokens": 256,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "updates": 1,  # optimizer steps a rollout
+                "clip_low": 0.2,
+                "clip_high": 0.28,
+                "beta": 0.0,
+                "kl_estimator": "k3",
+                "aggregation": "token_mean",
+                "advantage_scale": "std",
+                "baseline": "mean",
+                "tis_cap": 0.0,  # 0: no importance correction
+                "mask_truncated": False,
+                "zero_variance_kl": True,
+            },
+            "capture": {"chunk": 2048},
+            "reward": {
+                "functions": ("boxed_math",),
+                "weights": (1.0,),
+                "timeout_s": 30.0,  # one call of one function
+                "answer_timeout_s": 5.0,  # one answer of boxed_math
+            },
+            "lora": {name: {"rank": 8, "alpha": 16.0} for name in targets},  # rank 0: not a target
+            "optimizer": {
+                "learning_rate": 1e-5,
+                "b1": 0.9,
+                "b2": 0.98,
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+                "max_grad_norm": 1.0,
+            },
+            "checkpoint": {"every": 10, "keep": 2},
+        }
+    )

@@ -1,0 +1,500 @@
+"""The transaction: capture, sample, reward, score, replay each member, one reduction, one optimizer step."""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from longstraw_jax import lora, replay, sampling, sharding
+from longstraw_jax.prefix import capture, freshness
+from longstraw_jax.rl import advantages as advantages_lib
+from longstraw_jax.rl import masks, objectives
+from longstraw_jax.types import Model, Params, PrefixState
+
+MODES = ("frozen", "detached")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW on the adapters, gradients clipped by their global norm; only B matrices decay."""
+
+    learning_rate: float = 1e-4
+    b1: float = 0.9
+    b2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        for field, low in (("learning_rate", 0), ("eps", 0), ("max_grad_norm", 0)):
+            if not getattr(self, field) > low:
+                raise ValueError(f"optimizer.{field}={getattr(self, field)}; accepted: above {low}")
+        for field in ("b1", "b2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"optimizer.{field}={getattr(self, field)}; accepted: 0 to below 1")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"optimizer.weight_decay={self.weight_decay}; accepted: 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """What a transaction does; static.
+
+    Attributes:
+      mode: prefix-gradient mode, "frozen" or "detached" (README).
+      group: responses a prompt.
+      max_new_tokens: response budget in tokens.
+      temperature, top_p, eos_ids: of sampling; log-probabilities everywhere are at this temperature.
+      chunk: tokens a capture step.
+      capacity: prompt tokens the pages have room for; prompts of any length up to it share compiled programs.
+      updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
+      objective: the loss.
+    """
+
+    eos_ids: tuple[int, ...]
+    capacity: int
+    mode: str = "detached"
+    group: int = 8
+    max_new_tokens: int = 32
+    temperature: float = 1.0
+    top_p: float = 1.0
+    chunk: int = 2048
+    updates: int = 1
+    objective: objectives.GRPOConfig = objectives.GRPOConfig()
+
+    def __post_init__(self):
+        check_mode(self.mode)
+        advantages_lib.check_group_size(self.group)
+        for field in ("max_new_tokens", "chunk", "updates", "capacity"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature}; accepted: above 0 (greedy responses would all be alike)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}; accepted: above 0, at most 1")
+
+
+def check_mode(mode: str) -> None:
+    """Raises ValueError for anything but a supported prefix-gradient mode."""
+    if mode == "exact":
+        raise ValueError(f"mode='exact' is not implemented yet; accepted: {' or '.join(map(repr, MODES))}")
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}; accepted: {' or '.join(map(repr, MODES))}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What an optimizer step changes. `skipped` counts steps left out."""
+
+    adapters: Params
+    opt_state: optax.OptState
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Sums over the members replayed so far; gradients are per device (lora.per_device)."""
+
+    grads: Params
+    loss: objectives.LossSum
+    metrics: objectives.Metrics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One prompt's responses, ready for replay: small host arrays, [G, T] (T padded to the mesh) and [G].
+
+    ref_logp is None without a KL term.
+    """
+
+    inputs: Int[Array, "G T"]
+    targets: Int[Array, "G T"]
+    lengths: Int[Array, "G"]
+    mask: Bool[Array, "G T"]
+    advantages: Float[Array, "G"]
+    old_logp: Float[Array, "G T"]
+    sampler_logp: Float[Array, "G T"]
+    ref_logp: Float[Array, "G T"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """The prompt that is on the devices now, and the optimizer step it was captured at."""
+
+    tokens: np.ndarray
+    prefix: PrefixState
+    captured_at: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """A prompt's sampled group on the host: what the step log records."""
+
+    prompt: np.ndarray
+    responses: list[list[int]]
+    rewards: np.ndarray
+    advantages: np.ndarray
+    truncated: np.ndarray
+    events: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What one transaction did, on the host."""
+
+    rollouts: list[Rollout]
+    loss_sum: float
+    loss_count: float
+    grad_norm: float
+    nonfinite: int
+    skip_reason: str | None
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    prefix_age: int
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """See OptimizerConfig."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            config.learning_rate,
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=lora.weight_decay_mask,
+        ),
+    )
+
+
+def _state_shardings(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
+    specs = lora.adapter_specs(model.config, model.lora)
+    shapes = lora.adapter_shapes(model.config, model.lora)
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda _, spec: spec,
+        jax.eval_shape(optimizer.init, shapes),
+        specs,
+        transform_non_params=lambda _: PartitionSpec(),
+    )
+    whole = PartitionSpec()
+    return jax.tree.map(
+        lambda spec: sharding.named(model.mesh, spec),
+        TrainState(specs, opt_state, whole, whole),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def init_state(model: Model, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    """New adapters (a zero update), fresh moments, step 0; each array where it stays."""
+    adapters = lora.init_adapters(model.config, model.lora, seed, mesh=model.mesh)
+    make = jax.jit(
+        lambda adapters: TrainState(adapters, optimizer.init(adapters), jnp.int32(0), jnp.int32(0)),
+        out_shardings=_state_shardings(model, optimizer),
+    )
+    return make(adapters)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "config"))
+def _member_gradient(model, config, base, adapters, prefix, member):
+    def loss_of(adapters):
+        logp, entropy = replay.member_logprobs(
+            model,
+            base,
+            adapters,
+            prefix,
+            member.inputs,
+            member.targets,
+            member.lengths,
+            config.temperature,
+            per_device=True,
+        )
+        loss, metrics = objectives.member_loss(
+            logp,
+            entropy,
+            old_logp=member.old_logp,
+            advantage=member.advantages,
+            mask=member.mask,
+            config=config.objective,
+            ref_logp=member.ref_logp,
+            sampler_logp=member.sampler_logp,
+            max_len=config.max_new_tokens,
+        )
+        return loss.sum, (loss, metrics)
+
+    grads, (loss, metrics) = jax.grad(loss_of, has_aux=True)(adapters)
+    return Total(grads, loss, metrics)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(total: Total, one: Total) -> Total:
+    return Total(
+        jax.tree.map(jnp.add, total.grads, one.grads),
+        objectives.merge(total.loss, one.loss),
+        objectives.merge(total.metrics, one.metrics),
+    )
+
+
+def add_group(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    adapters: Params,
+    prefix: PrefixState,
+    group: Group,
+    total: Total | None,
+) -> Total:
+    """Replays every member in turn and adds its gradients, loss and metrics; one member's graph is alive at a time.
+
+    Args:
+      adapters: from lora.per_device.
+      total: what came before, None for nothing. It is donated.
+    """
+    for g in range(group.inputs.shape[0]):
+        member = jax.tree.map(lambda x, g=g: x[g], group)
+        one = _member_gradient(model, config, base, adapters, prefix, member)
+        total = one if total is None else _add(total, one)
+    return total
+
+
+@functools.partial(jax.jit, static_argnames=("model", "optimizer"))
+def _apply(model, optimizer, state, total):
+    count = total.loss.count
+    grads = lora.finalise(total.grads, model.mesh)
+    grads = jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1.0), grads)
+    nonfinite = sum(jnp.sum(~jnp.isfinite(g)) for g in jax.tree.leaves(grads))
+    finite = (nonfinite == 0) & jnp.isfinite(total.loss.sum)
+    take = finite & (count > 0)
+    norm = optax.global_norm(grads)
+    # One NaN would reach every moment through the global norm, so the update sees zeros and is then discarded.
+    safe = jax.tree.map(lambda g: jnp.where(take, g, 0.0), grads)
+    updates, opt_state = optimizer.update(safe, state.opt_state, state.adapters)
+    new = TrainState(
+        optax.apply_updates(state.adapters, updates),
+        opt_state,
+        state.step + 1,
+        state.skipped + (~take).astype(jnp.int32),
+    )
+    old = dataclasses.replace(state, step=new.step, skipped=new.skipped)
+    kept = jax.tree.map(lambda n, o: jnp.where(take, n, o), new, old)
+    # The same placement every step, so that nothing compiles twice.
+    kept = jax.tree.map(jax.lax.with_sharding_constraint, kept, _state_shardings(model, optimizer))
+    return kept, {"grad_norm": norm, "nonfinite": nonfinite, "finite": finite, "taken": take}
+
+
+def apply_update(
+    model: Model, optimizer: optax.GradientTransformation, state: TrainState, total: Total
+) -> tuple[TrainState, dict[str, Array]]:
+    """Finalises the gradients over the mesh, divides by the global count and takes one optimizer step.
+
+    A non-finite gradient or loss, or a batch with nothing to train on, leaves adapters and moments as they are and
+    counts in `skipped`.
+
+    Returns:
+      The state, and grad_norm (before clipping), nonfinite (entries), finite, taken.
+    """
+    return _apply(model, optimizer, state, total)
+
+
+def make_resident(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    base_fingerprint: UInt[Array, "2"],
+    state: TrainState,
+    tokens: np.ndarray,
+    held: Resident | None,
+    progress: Callable[[int], None] | None = None,
+) -> Resident:
+    """The captured prompt: the one held if it is this prompt and its weights are still the policy's, else a new one.
+
+    In `frozen` mode the prompt is captured without adapters, so it stays valid for ever.
+    """
+    adapters = None if config.mode == "frozen" else state.adapters
+    expected = freshness.weights_fingerprint(base_fingerprint, adapters)
+    if held is not None and np.array_equal(held.tokens, tokens):
+        try:
+            freshness.check_fresh(held.prefix, expected)
+            return held
+        except freshness.StalePrefixError:
+            pass
+    prefix = capture.capture(
+        model,
+        base,
+        adapters,
+        tokens[:-1],
+        chunk=config.chunk,
+        fingerprint=expected,
+        capacity=config.capacity,
+        progress=progress,
+    )
+    return Resident(tokens, jax.block_until_ready(prefix), int(state.step))
+
+
+class _Clock:
+    """Seconds by phase; results are waited for, so that a phase pays for what it started."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _score_group(model, config, base, base_fingerprint, state, resident, samples, rewards):
+    """A Group from sampled responses: advantages, masks, old and reference log-probabilities."""
+    lengths, truncated = np.asarray(samples.lengths), np.asarray(samples.truncated)
+    tokens = np.asarray(samples.tokens)
+    responses = [tokens[g, : lengths[g]].tolist() for g in range(config.group)]
+    padded = replay.pad_length(config.max_new_tokens, model.devices)
+    inputs, targets, _ = replay.member_inputs(int(resident.tokens[-1]), responses, padded)
+    ids = jnp.zeros((config.group,), jnp.int32)
+    objective = config.objective
+    advantages = advantages_lib.group_advantages(
+        jnp.asarray(rewards, jnp.float32),
+        ids,
+        num_groups=1,
+        scale=objective.advantage_scale,
+        baseline=objective.baseline,
+    )
+    signal = advantages_lib.carries_signal(jnp.asarray(rewards, jnp.float32), ids, num_groups=1)
+    mask = objectives.loss_mask(
+        masks.response_mask(jnp.asarray(lengths), padded), truncated=truncated, signal=signal, config=objective
+    )
+    batch = (inputs, targets, lengths, config.temperature)
+    old_logp, _ = replay.score(model, base, state.adapters, resident.prefix, *batch)
+    ref_logp = None
+    if objective.beta > 0:
+        # The reference is the base policy all through: its prompt is captured without adapters too.
+        prefix = resident.prefix
+        if config.mode != "frozen":
+            prefix = capture.capture(
+                model,
+                base,
+                None,
+                resident.tokens[:-1],
+                chunk=config.chunk,
+                fingerprint=freshness.weights_fingerprint(base_fingerprint, None),
+                capacity=config.capacity,
+            )
+        ref_logp, _ = replay.score(model, base, None, prefix, *batch)
+    sampler_logp = np.zeros(inputs.shape, np.float32)
+    sampler_logp[:, : config.max_new_tokens] = np.asarray(samples.logprobs)
+    group = Group(inputs, targets, lengths, mask, advantages, old_logp, sampler_logp, ref_logp)
+    return jax.tree.map(np.asarray, group), responses, truncated
+
+
+RewardCall = Callable[[int, list[list[int]]], tuple[np.ndarray, list[Any]]]
+
+
+def transaction(
+    model: Model,
+    config: PolicyConfig,
+    optimizer: optax.GradientTransformation,
+    base: Params,
+    base_fingerprint: UInt[Array, "2"],
+    state: TrainState,
+    prompts: Sequence[np.ndarray],
+    reward: RewardCall,
+    key: Key[Array, ""],
+    *,
+    held: Resident | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[TrainState, list[StepReport], Resident]:
+    """One rollout of a group a prompt and `config.updates` optimizer steps on it.
+
+    Prompts are taken one after the other, so that one prompt and one member's graph are on the devices at a time,
+    whatever their number. Their gradients add up to one step.
+
+    Args:
+      prompts: token ids [S] of each prompt, the boundary token included.
+      reward: (prompt number, responses) -> rewards [G] fp32 with NaN for unscorable, and events to log.
+      key: of this transaction.
+      held: the prompt left on the devices by the transaction before.
+
+    Returns:
+      The state, one report an optimizer step, and the prompt left on the devices.
+    """
+    clock = _Clock()
+    groups: list[Group] = []
+    rollouts: list[Rollout] = []
+    reports: list[StepReport] = []
+    for update in range(config.updates):
+        age, total = 0, None
+        adapters = lora.per_device(state.adapters, model.mesh)
+        for number, tokens in enumerate(prompts):
+            with clock.phase("capture"):
+                if held is not None and not np.array_equal(held.tokens, tokens):
+                    held = None  # frees its pages before the next prompt's
+                held = make_resident(model, config, base, base_fingerprint, state, tokens, held, progress)
+            age = max(age, int(state.step) - held.captured_at)
+            if update == 0:
+                with clock.phase("sample"):
+                    samples = sampling.sample(
+                        model,
+                        base,
+                        state.adapters,
+                        held.prefix,
+                        int(tokens[-1]),
+                        jax.random.fold_in(key, number),
+                        group=config.group,
+                        max_new_tokens=config.max_new_tokens,
+                        temperature=config.temperature,
+                        top_p=config.top_p,
+                        eos_ids=config.eos_ids,
+                    )
+                    samples = jax.tree.map(np.asarray, samples)
+                with clock.phase("reward"):
+                    rewards, events = reward(
+                        number, [row[:n].tolist() for row, n in zip(samples.tokens, samples.lengths, strict=True)]
+                    )
+                with clock.phase("score"):
+                    group, responses, truncated = _score_group(
+                        model, config, base, base_fingerprint, state, held, samples, rewards
+                    )
+                groups.append(group)
+                rollouts.append(
+                    Rollout(tokens, responses, rewards, np.asarray(group.advantages), truncated, list(events))
+                )
+            with clock.phase("replay"):
+                total = add_group(model, config, base, adapters, held.prefix, groups[number], total)
+                jax.block_until_ready(total)
+        with clock.phase("finalise"):
+            state, info = apply_update(model, optimizer, state, total)
+            info = jax.tree.map(np.asarray, jax.block_until_ready(info))
+        reason = None
+        if not info["taken"]:
+            reason = "nothing to train on" if info["finite"] else "non-finite gradient or loss"
+        metrics = {k: float(v) for k, v in objectives.metric_values(total.metrics).items()}
+        reports.append(
+            StepReport(
+                rollouts,
+                float(total.loss.sum),
+                float(total.loss.count),
+                float(info["grad_norm"]),
+                int(info["nonfinite"]),
+                reason,
+                metrics,
+                clock.seconds,
+                age,
+            )
+        )
+        clock = _Clock()
+    return state, reports, held

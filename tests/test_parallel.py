@@ -1,0 +1,375 @@
+"""What uses collectives, against one device and against numpy: rows, selection, experts, vocabulary."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from beartype import beartype
+from jax.sharding import PartitionSpec as P
+from jaxtyping import jaxtyped
+
+from longstraw_jax import parallel, sharding
+from longstraw_jax.model.linear import Pair
+from longstraw_jax.prefix import pages
+from longstraw_jax.types import PAGE
+
+CTX, WHOLE = P(sharding.AXIS), P()
+
+
+def on_mesh(devices, in_specs, out_specs=CTX):
+    """Decorator: the body jitted over a mesh of that many devices."""
+    return lambda body: jax.jit(parallel.mapped(body, sharding.make_mesh(devices), in_specs, out_specs))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def device_major(rows: np.ndarray, devices: int) -> np.ndarray:
+    """Prompt rows [tokens, W], padded to whole pages of every device, as pools [pages, 64, W] lie."""
+    count = pages.page_count(len(rows), devices)
+    padded = np.zeros((count * PAGE, rows.shape[1]), rows.dtype)
+    padded[: len(rows)] = rows
+    by_page = padded.reshape(count // devices, devices, PAGE, -1)
+    return by_page.swapaxes(0, 1).reshape(count, PAGE, -1)
+
+
+@pytest.mark.parametrize("devices", tiny.MESHES)
+def test_embedding_rows(devices):
+    table, ids = normal(0, 48, 64), np.random.default_rng(1).integers(0, 48, (2, 32)).astype(np.int32)
+
+    @on_mesh(devices, (P(None, sharding.AXIS), P(None, sharding.AXIS)), P(None, sharding.AXIS))
+    def run(axis, table, ids):
+        return parallel.embed(ids, table, axis)
+
+    np.testing.assert_array_equal(run(table, ids), table[ids])
+
+
+@pytest.mark.parametrize("devices", [1, 32])
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 2047, 2049, 4000])
+def test_local_rows_name_every_prompt_token_once(devices, length):
+    """Each id below `length` is a row of the one device whose page holds it; others are nobody's."""
+    ids = np.concatenate([np.arange(-1, 4200), [1 << 20]]).astype(np.int32)
+    found = np.asarray(_local_rows(devices)(ids, jnp.int32(length)))
+    inside = (ids >= 0) & (ids < length)
+    np.testing.assert_array_equal((found >= 0).sum(0), inside)
+    page = ids // PAGE
+    want = np.where(inside, page // devices * PAGE + ids % PAGE, -1)
+    owner = np.where(inside, page % devices, 0)
+    np.testing.assert_array_equal(found[owner, np.arange(len(ids))], want)
+
+
+@functools.cache
+def _local_rows(devices):
+    @on_mesh(devices, (WHOLE, WHOLE))
+    def run(axis, ids, length):
+        return parallel.local_rows(ids, length, axis)[None]
+
+    return run
+
+
+# Selection and attention: 32 queries that are the tail of a prompt of any length.
+T, HEADS, DIM, K, CAPACITY = 32, 2, 8, 8, 2200
+
+
+@functools.cache
+def _select(devices, strategy):
+    row, whole = P(None, sharding.AXIS), P()
+
+    @on_mesh(devices, (row, row, CTX, row, whole, row), row)
+    def run(axis, q, w, keys, tail, length, index):
+        tail = parallel.gather(tail, axis, 1)
+        return parallel.select(q, w, keys, tail, length, index, K, strategy=strategy, axis=axis)
+
+    return run
+
+
+def selection_case(kind: str, length: int):
+    """Queries, weights, prompt keys and tail keys; "ties": scores of few values, most of them equal."""
+    rng = np.random.default_rng(length)
+    shapes = ((1, T, HEADS, DIM), (1, T, HEADS), (length, DIM), (1, T, DIM))
+    if kind == "ties":
+        draws = [rng.integers(0, 2, shape) for shape in shapes]
+        draws[1] = np.ones(shapes[1])
+    else:
+        draws = [rng.standard_normal(shape) for shape in shapes]
+    return [x.astype(np.float32) for x in draws]
+
+
+def numpy_selection(q, w, keys, tail, index):
+    """Per query the K visible keys of largest score, the lowest position first among equals; -1 for none."""
+    every = np.concatenate([keys, tail[0]]).astype(np.float64)
+    scores = np.einsum("thd,sd->ths", q[0].astype(np.float64), every)
+    scores = (np.maximum(scores, 0) * w[0][..., None]).sum(1)
+    want = np.full((T, K), -1)
+    for t in range(T):
+        visible = len(keys) + index[0, t] + 1 if index[0, t] >= 0 else 0
+        order = np.argsort(-scores[t, :visible], kind="stable")[:K]
+        want[t, : len(order)] = order
+    return want
+
+
+@pytest.mark.parametrize(
+    "devices, strategy",
+    [
+        (1, "merge_candidates"),
+        (8, "gather_keys"),
+        (8, "merge_candidates"),
+        (32, "gather_keys"),
+        (32, "merge_candidates"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ties", "spread"])
+def test_f4_selections_equal_an_exact_stable_sort(devices, strategy, kind):
+    """Fewer keys than K, exact ties within and across pages, devices and tail; padding selects nothing."""
+    for length in (0, 1, 5, 64, 100, 2100):
+        q, w, keys, tail = selection_case(kind, length)
+        index = np.arange(T, dtype=np.int32)[None].copy()
+        index[0, -3:] = -1
+        # Rows past the prompt's end hold what would win every comparison.
+        pool = np.full((pages.page_count(CAPACITY, devices) * PAGE, DIM), 50.0, np.float32)
+        pool[:length] = keys
+        found = np.asarray(
+            _select(devices, strategy)(q, w, device_major(pool, devices), tail, length, index)
+        )[0]
+        want = numpy_selection(q, w, keys, tail, index)
+        np.testing.assert_array_equal(np.sort(found, -1), np.sort(want, -1))
+        assert (found[-3:] == -1).all() and (found[0] >= 0).sum() == min(K, length + 1)
+
+
+@pytest.mark.parametrize(
+    "devices, strategy", [(1, "gather_keys"), (32, "gather_keys"), (32, "merge_candidates")]
+)
+def test_f7_attention_over_pages_and_tail(devices, strategy):
+    """Against numpy, and a query that selects nothing gives 0 with finite gradients in every argument."""
+    length, heads, width, value = 2100, 3, 6, 4
+    q, keys, tail = normal(0, 1, T, heads, width), normal(1, length, width), normal(2, 1, T, width)
+    rng = np.random.default_rng(3)
+    ids = np.stack([rng.permutation(length + t + 1)[:K] for t in range(T)])[None].astype(np.int32)
+    ids[0, :, -1] = -1
+    ids[0, 5] = -1
+    ids[0, 6] = np.r_[length, length + 3, [-1] * (K - 2)]  # its own tail alone
+    pool = device_major(keys, devices)
+    row = P(None, sharding.AXIS)
+
+    @on_mesh(devices, (row, CTX, row, row, WHOLE), row)
+    def run(axis, q, pool, tail, ids, length):
+        tail = parallel.gather(tail, axis, 1)
+        return parallel.attend(
+            q, pool, tail, ids, length, scale=0.7, value_dim=value, strategy=strategy, axis=axis
+        )
+
+    def loss(q, pool, tail):
+        return (run(q, pool, tail, ids, jnp.int32(length)) ** 2).sum()
+
+    out = np.asarray(run(q, pool, tail, ids, jnp.int32(length)))[0]
+    every = np.concatenate([keys, tail[0]]).astype(np.float64)
+    for t in range(T):
+        chosen = every[ids[0, t][ids[0, t] >= 0]]
+        if not len(chosen):
+            assert (out[t] == 0).all()
+            continue
+        logits = 0.7 * q[0, t].astype(np.float64) @ chosen.T
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        np.testing.assert_allclose(
+            out[t], weights / weights.sum(-1, keepdims=True) @ chosen[:, :value], atol=1e-5
+        )
+    grads = jax.jit(jax.grad(loss, (0, 1, 2)))(q, pool, tail)
+    assert all(np.isfinite(g).all() for g in grads) and (np.asarray(grads[0])[0, 5] == 0).all()
+    unread = np.setdiff1d(np.arange(length), ids)
+    assert (device_major_rows(grads[1], devices)[unread] == 0).all()
+    if devices > 1:
+        one = _attend_grads(q, keys, tail, ids, length, value)
+        for found, want in zip(
+            (grads[0], device_major_rows(grads[1], devices)[:length], grads[2]), one, strict=True
+        ):
+            np.testing.assert_allclose(found, want, atol=1e-5 * np.abs(want).max())
+
+
+def device_major_rows(pool, devices):
+    pool = np.asarray(pool)
+    by_device = pool.reshape(devices, -1, PAGE, pool.shape[-1])
+    return by_device.swapaxes(0, 1).reshape(-1, pool.shape[-1])
+
+
+def _attend_grads(q, keys, tail, ids, length, value):
+    """Dense attention under a mask, differentiated without pages."""
+    mask = (ids[0, :, None, :] == np.arange(length + T)[None, :, None]).any(-1)
+
+    def loss(q, keys, tail):
+        every = jnp.concatenate([keys, tail[0]])
+        some = mask.any(-1)[:, None, None]
+        logits = jnp.where(mask[:, None], 0.7 * jnp.einsum("tnw,sw->tns", q[0], every), -1e30)
+        weights = jnp.where(some, jax.nn.softmax(logits), 0.0)
+        return (jnp.einsum("tns,sr->tnr", weights, every[:, :value]) ** 2).sum()
+
+    return jax.grad(loss, (0, 1, 2))(q, keys, tail)
+
+
+# Experts: 64 tokens, two experts each, of 32 with a low-rank pair on every matrix.
+TOKENS, EXPERTS, D, F, R = 64, 32, 6, 5, 2
+EXPERT_SHAPES = {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
+
+
+def routings():
+    rng = np.random.default_rng(0)
+    spread = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(TOKENS)])
+    padded = spread.copy()
+    padded[1::2] = EXPERTS
+    return {
+        "spread": spread,
+        "one expert": np.full((TOKENS, 2), (5, EXPERTS)),
+        "last device": np.full((TOKENS, 2), (EXPERTS - 1, EXPERTS - 2)),
+        "few devices": np.where(spread % 3 == 0, 3, 17) + np.asarray([0, 1]),
+        "padding": padded,
+        "nothing": np.full((TOKENS, 2), EXPERTS),
+    }
+
+
+def expert_arguments():
+    experts = {name: normal(1, EXPERTS, *shape) for name, shape in EXPERT_SHAPES.items()}
+    pairs = {
+        name: (normal(2, EXPERTS, i, R), normal(3, EXPERTS, R, o)) for name, (i, o) in EXPERT_SHAPES.items()
+    }
+    return normal(0, TOKENS, D), np.abs(normal(4, TOKENS, 2)), experts, pairs
+
+
+@functools.cache
+def _experts(devices):
+    @on_mesh(devices, (CTX, CTX, CTX, CTX, CTX, CTX))
+    def run(axis, x, ids, weights, experts, pairs, gate):
+        scaled = {name: (*ab, 0.5) for name, ab in pairs.items()}
+        return parallel.routed_experts(x, ids, weights, experts, scaled, gate, axis)
+
+    def loss(x, weights, experts, pairs, ids, gate):
+        y = run(x, ids, weights, experts, pairs, gate)
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
+
+
+@jax.jit
+def _dense_experts(x, weights, experts, pairs, ids, gate):
+    """Every token through every expert, then the chosen ones weighed."""
+
+    def apply(name, v):
+        a, b = pairs[name]
+        low = 0.5 * jnp.einsum("eti,eir,ero->eto", v, a, b)
+        return jnp.einsum("eti,eio->eto", v, experts[name]) + jnp.where(gate[None, :, None], low, 0.0)
+
+    every = jnp.broadcast_to(x, (EXPERTS, *x.shape))
+    y = apply("down_proj", jax.nn.silu(apply("gate_proj", every)) * apply("up_proj", every))
+    chosen = jax.nn.one_hot(ids, EXPERTS)  # an id past the last expert gives a row of zeros
+    return jnp.einsum("etd,tke,tk->td", y, chosen, weights)
+
+
+@pytest.mark.parametrize("devices", [1, 32])
+@pytest.mark.parametrize("routing", list(routings()))
+def test_e5_experts_and_their_gradients_equal_the_dense_form(routing, devices):
+    ids = routings()[routing].astype(np.int32)
+    x, weights, experts, pairs = expert_arguments()
+    gate = np.arange(TOKENS) % 5 > 0
+    (_, found), grads = _experts(devices)(x, weights, experts, pairs, ids, gate)
+    want, pull = jax.vjp(lambda *args: _dense_experts(*args, ids, gate), x, weights, experts, pairs)
+    np.testing.assert_allclose(found, want, atol=1e-5 * max(1.0, np.abs(want).max()))
+    seed = jnp.cos(jnp.arange(want.size).reshape(want.shape))
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(pull(seed)), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5 * max(1.0, np.abs(wanted).max()))
+    nowhere = (ids == EXPERTS).all(-1)
+    assert (np.asarray(found)[nowhere] == 0).all() and (np.asarray(grads[0])[nowhere] == 0).all()
+
+
+# Vocabulary.
+def log_softmax_oracle(hidden, targets, head, pair, temperature):
+    logits = hidden @ head + (0.0 if pair is None else pair.scale * (hidden @ pair.a) @ pair.b)
+    logprobs = jax.nn.log_softmax(logits / temperature)
+    entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
+    return jnp.take_along_axis(logprobs, targets[:, None], -1)[:, 0], entropy
+
+
+@pytest.mark.parametrize("devices", tiny.MESHES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_token_logprobs_equal_log_softmax(devices, temperature):
+    """With the vocabulary sharded, a pair on the head, 96 tokens in blocks; values, entropies, gradients."""
+    hidden, head, a, b = normal(0, 96, 16), normal(1, 16, 64), normal(2, 16, 2), normal(3, 2, 64)
+    hidden[3] *= 8  # one token is near certain
+    targets = np.random.default_rng(4).integers(0, 64, 96).astype(np.int32)
+    specs = (CTX, CTX, P(None, sharding.AXIS), WHOLE, WHOLE)
+
+    @on_mesh(devices, specs, (CTX, CTX))
+    def run(axis, hidden, targets, head, a, b):
+        return parallel.token_logprobs(hidden, targets, head, Pair(a, b, 0.5, None), temperature, axis)
+
+    def mix(outputs):
+        return (outputs[0] * jnp.cos(jnp.arange(96.0))).sum() + (outputs[1] * jnp.sin(jnp.arange(96.0))).sum()
+
+    def found(hidden, head, a, b):
+        outputs = run(hidden, targets, head, a, b)
+        return mix(outputs), outputs
+
+    def wanted(hidden, head, a, b):
+        outputs = log_softmax_oracle(hidden, targets, head, Pair(a, b, 0.5, None), temperature)
+        return mix(outputs), outputs
+
+    arguments = (hidden, head, a, b)
+    (_, got), got_grads = jax.jit(jax.value_and_grad(found, (0, 1, 2, 3), has_aux=True))(*arguments)
+    (_, want), want_grads = jax.jit(jax.value_and_grad(wanted, (0, 1, 2, 3), has_aux=True))(*arguments)
+    for x, y in zip((*got, *got_grads), (*want, *want_grads), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * max(1.0, np.abs(y).max()))
+
+
+def test_h4_memory_of_log_probs_does_not_grow_with_tokens_times_vocabulary():
+    """Temporary bytes of value and gradient: one block's logits, whatever the number of tokens."""
+    vocab, dim = 8192, 8
+
+    def temporary(tokens):
+        def loss(hidden, head, targets):
+            logprobs, entropy = parallel.token_logprobs(hidden, targets, head, None, 1.0, None)
+            return (logprobs + entropy).sum()
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((tokens, dim), (dim, vocab))]
+        targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes, targets).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    few, many = temporary(256), temporary(1024)
+    assert many - few < 0.05 * (1024 - 256) * vocab * 4
+    assert many < 0.5 * 1024 * vocab * 4
+
+
+def test_annotations_hold_at_run_time():
+    """Shapes and dtypes of the signatures, checked by beartype on small traced calls."""
+    checked = {f.__name__: jaxtyped(typechecker=beartype)(f) for f in (
+        parallel.embed, parallel.local_rows, parallel.select, parallel.attend, parallel.routed_experts,
+        parallel.token_logprobs, parallel.logits, pages.chunk_rows, pages.write,
+    )}  # fmt: skip
+    jax.eval_shape(lambda: _annotated_calls(checked))
+    with pytest.raises(Exception, match="targets"):
+        checked["token_logprobs"](
+            jnp.zeros((6, 4)), jnp.zeros((5,), jnp.int32), jnp.zeros((4, 9)), None, 1.0, None
+        )
+
+
+def _annotated_calls(checked):
+    q, w, keys, tail = map(jnp.asarray, selection_case("spread", 64))
+    index, length = jnp.arange(T, dtype=jnp.int32)[None], jnp.int32(64)
+    pool = keys.reshape(1, PAGE, DIM)
+    hidden, head, targets = (
+        jnp.asarray(normal(0, 6, 4)),
+        jnp.asarray(normal(1, 4, 10)),
+        jnp.zeros((6,), jnp.int32),
+    )
+    checked["embed"](targets[None], head.T, None)
+    checked["local_rows"](targets, length, None)
+    ids = checked["select"](q, w, pool, tail, length, index, K, strategy="gather_keys", axis=None)
+    opts = dict(scale=1.0, value_dim=4, strategy="gather_keys", axis=None)
+    checked["attend"](jnp.concatenate([q, q], 2), pool, tail, ids, length, **opts)
+    x, weights, experts, _ = jax.tree.map(jnp.asarray, expert_arguments())
+    checked["routed_experts"](x, jnp.zeros((TOKENS, 2), jnp.int32), weights, experts, {}, None, None)
+    checked["token_logprobs"](hidden, targets, head, None, 1.0, None)
+    checked["logits"](hidden, head, None, None)
+    index, rows = checked["chunk_rows"](jnp.int32(3), jnp.int32(5), 8, PAGE, None)
+    checked["write"](pool[None], rows, jnp.zeros((1, len(rows), DIM)))

@@ -272,9 +272,7 @@ def case_folders(directory: str | None) -> list[pathlib.Path]:
     if not directory:
         raise ValueError(f"--dir is missing; {accepted}")
     root = pathlib.Path(directory)
-    found = [
-        folder for folder in (root, *sorted(root.glob("*/"))) if (folder / "expected.safetensors").is_file()
-    ]
+    found = [folder for folder in (root, *sorted(root.glob("*/"))) if (folder / "expected.safetensors").is_file()]
     if not found:
         raise ValueError(f"--dir={directory} holds no case; {accepted}")
     return found

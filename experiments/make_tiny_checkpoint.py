@@ -13,9 +13,6 @@ from longstraw_jax import config as config_lib
 from longstraw_jax.io import hf_checkpoint, prompt, tokenizer
 from longstraw_jax.model import decoder
 
-_OUT = flags.DEFINE_string("out", None, "Folder to write.", required=True)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.")
-
 # 8 layers, F F | F S S | F S S: full and shared, dense and MoE; every sharded dimension divides 32 devices.
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -77,8 +74,10 @@ def write(out: pathlib.Path, seed: int) -> None:
 
 def main(argv: list[str]) -> None:
     del argv
-    write(pathlib.Path(_OUT.value), _SEED.value)
+    write(pathlib.Path(flags.FLAGS.out), flags.FLAGS.seed)
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("out", None, "Folder to write.", required=True)
+    flags.DEFINE_integer("seed", 0, "Seed of the weights.")
     app.run(main)

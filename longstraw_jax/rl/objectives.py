@@ -184,7 +184,7 @@ def member_loss(
     if config.tis_cap is not None:
         weights = corrections.truncated_importance(old_logp, sampler_logp, config.tis_cap, mask)
         token_loss = token_loss * weights
-        sums["sampling/importance_weight"] = _masked_sum(weights, mask)
+        sums["sampling/importance_sampling_ratio/mean"] = _masked_sum(weights, mask)
         sums["sampling/capped_fraction"] = _masked_sum(weights >= config.tis_cap, mask)
     if ref_logp is not None:
         kl = _kl(logp, stop(ref_logp), config.kl_estimator)
@@ -211,7 +211,7 @@ def ratio_metrics(
 
     Returns:
         sums 'ratio/mean', 'clip_ratio/low', 'clip_ratio/high' (shares of tokens whose gradient the clip
-        removes), maxima 'ratio/max', 'ratio/max_abs_log' (nats).
+        removes), maxima 'ratio/max', 'max_abs_log_ratio' (nats).
     """
     ratio = jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
     low = (ratio < 1.0 - config.clip_low) & (advantage < 0)
@@ -224,7 +224,7 @@ def ratio_metrics(
         },
         maxima={
             "ratio/max": jnp.max(jnp.where(mask, ratio, 0.0), initial=0.0),
-            "ratio/max_abs_log": jnp.max(jnp.where(mask, jnp.abs(log_ratio), 0.0), initial=0.0),
+            "max_abs_log_ratio": jnp.max(jnp.where(mask, jnp.abs(log_ratio), 0.0), initial=0.0),
         },
     )
 

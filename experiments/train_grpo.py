@@ -1,0 +1,324 @@
+"""The main job: GRPO on long prompts from a Hugging Face checkpoint and dataset rows.
+
+python experiments/train_grpo.py --config=experiments/configs/grpo.py --workdir=runs/mine \
+    --config.model.checkpoint=DIR --config.data.paths='("rows.jsonl",)'
+
+Run again with the same folder to resume; another configuration is refused.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+from tqdm import tqdm
+
+from longstraw_jax import config as config_lib
+from longstraw_jax import fingerprint, lora, sharding, train
+from longstraw_jax.evidence import memory, plots, receipt
+from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics, prompt, tokenizer
+from longstraw_jax.model import decoder
+from longstraw_jax.rl import objectives, rewards
+from longstraw_jax.types import Model, Params
+
+# Which code ran each operation, as receipts record it.
+KERNELS = {op: "reference" for op in ("indexer_topk", "sparse_mla", "grouped_matmul", "chunked_logprob")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything a run needs, loaded and checked before anything compiles."""
+
+    config: ConfigDict
+    model: Model
+    policy: train.PolicyConfig
+    base: Params
+    base_sha: str
+    dataset: data.Dataset
+    tokenizer: tokenizer.Tokenizer
+    template: prompt.ChatTemplate
+    document: str | None
+    reward_functions: list[rewards.RewardFunction]
+
+
+def lora_config(config: ConfigDict) -> config_lib.LoraConfig:
+    """Targets of rank above 0."""
+    chosen = ((name, c.rank, float(c.alpha)) for name, c in sorted(config.lora.items()) if c.rank)
+    return config_lib.LoraConfig(tuple(chosen))
+
+
+def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
+    """The loss part of config.grpo; tis_cap 0 means none."""
+    names = {field.name for field in dataclasses.fields(objectives.GRPOConfig)}
+    chosen = {name: value for name, value in config.grpo.items() if name in names}
+    return objectives.GRPOConfig(**chosen | {"tis_cap": chosen["tis_cap"] or None})
+
+
+def set_devices(config: ConfigDict) -> None:
+    """Splits the CPU into devices if asked to; must come before JAX's first device query."""
+    if config.mesh.emulate:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.mesh.devices)
+
+
+def load_job(config: ConfigDict) -> Job:
+    """Loads and checks the configuration's parts, cheapest first. Raises ValueError for bad input."""
+    if config.steps < 1 or config.steps % config.grpo.updates:
+        raise ValueError(f"steps={config.steps}; accepted: a positive multiple of grpo.updates={config.grpo.updates}")
+    for field, value in (
+        ("data.rows_per_step", config.data.rows_per_step),
+        ("checkpoint.every", config.checkpoint.every),
+    ):
+        if value < 1:
+            raise ValueError(f"{field}={value}; accepted: at least 1")
+    set_devices(config)
+    if not config.model.checkpoint:
+        raise ValueError("model.checkpoint=''; accepted: a Hugging Face checkpoint directory")
+    folder = pathlib.Path(config.model.checkpoint)
+    architecture = config_lib.load_model_config(folder, latent_norm_eps=config.model.latent_norm_eps or None)
+    if config.model.yarn_positions:
+        architecture = config_lib.extend_positions(architecture, config.model.yarn_positions)
+    tokens = tokenizer.load_tokenizer(folder)
+    if tokens.vocab_size > architecture.vocab_size:
+        raise ValueError(
+            f"{folder}: tokenizer of {tokens.vocab_size} ids; accepted: at most vocab_size={architecture.vocab_size}"
+        )
+    functions = [
+        rewards.load(name, answer_timeout_s=config.reward.answer_timeout_s) for name in config.reward.functions
+    ]
+    if len(config.reward.weights) != len(functions):
+        raise ValueError(f"reward.weights={config.reward.weights}; accepted: {len(functions)}, one a function")
+    dataset = data.read_rows(list(config.data.paths))
+    if config.data.document not in ("none", "python"):
+        raise ValueError(f"data.document={config.data.document!r}; accepted: 'none' or 'python'")
+    document = None
+    if config.data.document == "python":
+        if config.data.prompt_tokens < 1:
+            raise ValueError("data.prompt_tokens=0; accepted with data.document='python': the exact prompt length")
+        document = prompt.python_documentation_text(config.data.prompt_tokens)  # a token is at least a byte
+    template = prompt.load_chat_template(folder)
+    length = config.data.prompt_tokens or max(
+        len(prompt.build_prompt(row["prompt"], tokens, template, document=document)) for row in dataset.rows
+    )
+    architecture.check_length(length + config.grpo.max_new_tokens)
+    shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
+    policy = train.PolicyConfig(
+        eos_ids=tokens.eos_ids,
+        capacity=length,
+        chunk=config.capture.chunk,
+        objective=objective_config(config),
+        **{name: config.grpo[name] for name in shared},
+    )
+    train.OptimizerConfig(**config.optimizer)
+    mesh = sharding.make_mesh(config.mesh.devices)
+    adapters = lora_config(config)
+    lora.sites(architecture, adapters)
+    model = decoder.make_model(architecture, mesh=mesh, lora=adapters)
+    _, base = hf_checkpoint.load(folder, architecture, mesh)
+    return Job(
+        config, model, policy, base, fingerprint.tree_fingerprint(base), dataset, tokens, template, document, functions
+    )
+
+
+def reward_call(job: Job, rows: list[dict[str, Any]]) -> train.RewardCall:
+    """Scores the responses of each of the step's prompts with the configured functions."""
+
+    def call(number, responses):
+        row, count = rows[number], len(responses)
+        return rewards.score(
+            job.reward_functions,
+            list(job.config.reward.weights),
+            [row["prompt"]] * count,
+            [job.tokenizer.decode(ids, skip_special=True) for ids in responses],
+            responses,
+            {name: [value] * count for name, value in row["columns"].items()},
+            job.config.reward.timeout_s,
+        )[::2]
+
+    return call
+
+
+def step_record(
+    job: Job, step: int, rows: list[dict[str, Any]], report: train.StepReport, seconds: float, adapters: Params
+) -> dict[str, Any]:
+    """A line of steps.jsonl, as evidence/figures.py defines it."""
+    rollouts = report.rollouts
+    every = np.concatenate([r.rewards for r in rollouts])
+    scored = every[np.isfinite(every)]
+    truncated = [bool(t) for r in rollouts for t in r.truncated]
+    spread = [
+        float(np.nanmax(r.rewards) - np.nanmin(r.rewards)) if np.isfinite(r.rewards).any() else 0.0 for r in rollouts
+    ]
+    extra = {
+        "frac_reward_zero_std": float(np.mean([s == 0 for s in spread])),
+        "completions/clipped_ratio": float(np.mean(truncated)),
+        "reward/unscorable": float(every.size - scored.size),
+    }
+    return {
+        "step": step,
+        "row_ids": [row["id"] for row in rows],
+        "prompt_tokens": [int(r.prompt.size) for r in rollouts],
+        "mode": job.policy.mode,
+        "group_size": job.policy.group,
+        "rewards": [float(x) if np.isfinite(x) else None for x in every],
+        "advantages": [float(x) for r in rollouts for x in r.advantages],
+        "response_lengths": [len(ids) for r in rollouts for ids in r.responses],
+        "truncated": truncated,
+        "reward_mean": float(scored.mean()) if scored.size else None,
+        "loss": report.loss_sum / report.loss_count if report.loss_count else 0.0,
+        "loss_sum": report.loss_sum,
+        "loss_count": report.loss_count,
+        "grad_norm": report.grad_norm,
+        "skipped": report.skip_reason is not None,
+        "skip_reason": report.skip_reason,
+        "nonfinite_count": report.nonfinite,
+        "metrics": report.metrics | extra,
+        "seconds": report.seconds | {"step": seconds},
+        "peak_bytes": memory.peak_bytes()[0],
+        "prefix_age": report.prefix_age,
+        "adapter_fingerprint": fingerprint.tree_fingerprint(adapters),
+    }
+
+
+def plain(config: ConfigDict) -> dict[str, Any]:
+    """The configuration as JSON values."""
+    return json.loads(config.to_json())
+
+
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Trains, or resumes, the run in `workdir` and returns its receipt. Raises ValueError for bad input."""
+    job = load_job(config)
+    sha = receipt.bind_config(workdir, plain(config))
+    optimizer = train.make_optimizer(train.OptimizerConfig(**config.optimizer))
+    state = train.init_state(job.model, optimizer, config.seed)
+    bound = {
+        "config": sha,
+        "dataset": job.dataset.sha256,
+        "base": job.base_sha,
+        "mode": job.policy.mode,
+        "lora": {name: {"rank": r, "alpha": a} for name, r, a in job.model.lora.targets},
+    }
+    folder = workdir / "checkpoints"
+    if checkpoint.latest_step(folder) is not None:
+        state, _ = checkpoint.restore(folder, state, expected=bound)
+        logging.info("resumed after step %d", int(state.step))
+    print(lora.format_table(lora.trainable_table(job.model.config, job.model.lora)))
+    base_words = jax.jit(fingerprint.device_fingerprint)(job.base)
+    held = None
+    done = int(state.step)
+    with metrics.MetricWriter(workdir, last_step=done) as writer:
+        bar = tqdm(total=config.steps, initial=done, desc="steps", unit="step", disable=not sys.stderr.isatty())
+        while done < config.steps:
+            rollout = done // job.policy.updates
+            order = data.row_order(len(job.dataset.rows), config.seed, rollout, config.data.rows_per_step)
+            rows = [job.dataset.rows[i] for i in order]
+            prompts = [build(job, row) for row in rows]
+            key = jax.random.fold_in(jax.random.key(config.seed), rollout)
+            started = time.perf_counter()
+            state, reports, held = train.transaction(
+                job.model,
+                job.policy,
+                optimizer,
+                job.base,
+                base_words,
+                state,
+                prompts,
+                reward_call(job, rows),
+                key,
+                held=held,
+            )
+            seconds = (time.perf_counter() - started) / len(reports)
+            for report in reports:
+                done += 1
+                record = step_record(job, done, rows, report, seconds, state.adapters)
+                writer.write(record)
+                bar.set_postfix(reward=record["reward_mean"], loss=record["loss"])
+                bar.update()
+                print(
+                    f"step {done:>4}  reward {record['reward_mean'] or float('nan'):.4f}  loss {record['loss']:+.4f}  "
+                    f"grad {report.grad_norm:.3f}  {seconds:.1f} s"
+                    + (f"  skipped: {report.skip_reason}" if report.skip_reason else ""),
+                    flush=True,
+                )
+            if (
+                done >= config.steps
+                or done // config.checkpoint.every > (done - len(reports)) // config.checkpoint.every
+            ):
+                checkpoint.save(folder, done, state, bound, keep=config.checkpoint.keep)
+        bar.close()
+    return finish(job, workdir, state)
+
+
+def build(job: Job, row: dict[str, Any]) -> np.ndarray:
+    """Token ids of a row's prompt."""
+    return prompt.build_prompt(
+        row["prompt"], job.tokenizer, job.template, document=job.document,
+        target_tokens=job.config.data.prompt_tokens or None,
+    )  # fmt: skip
+
+
+def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str, Any]:
+    """Adapter, plots and receipt of a finished run."""
+    steps = metrics.read_steps(workdir / metrics.STEPS_FILE)
+    adapter.export_peft(
+        workdir / "adapter", job.model.config, job.model.lora, state.adapters,
+        base_model_name=job.config.model.checkpoint,
+    )  # fmt: skip
+    artifacts = {path: "plot" for path in plots.write_plots(workdir, steps)}
+    artifacts |= {f"adapter/{path.name}": "adapter" for path in sorted((workdir / "adapter").iterdir())}
+    dataset = job.dataset
+    return receipt.write_receipt(
+        workdir,
+        config=plain(job.config),
+        mesh_shape={sharding.AXIS: job.model.devices},
+        kernels=KERNELS,
+        weights_fingerprint=job.base_sha,
+        dataset_path=job.config.data.paths[0],
+        dataset_sha256=dataset.sha256,
+        dataset_counts={
+            "read": dataset.read,
+            "rows": len(dataset.rows),
+            "duplicates_dropped": dataset.duplicates_dropped,
+            "repeated_content": dataset.repeated_content,
+        },
+        seeds={"run": job.config.seed},
+        prefix_gradient_mode=job.policy.mode,
+        artifacts=artifacts,
+    )
+
+
+def main(argv: list[str]) -> None:
+    values = flags.FLAGS
+    if len(argv) > 1 or values.config is None or values.workdir is None:
+        print(
+            f"error: arguments {argv[1:]}; accepted: --config=FILE --workdir=DIR and --config.field=value",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    try:
+        run(values.config, pathlib.Path(values.workdir))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"receipt: {pathlib.Path(values.workdir) / 'receipt.json'}")
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """absl's parsing with the exit code of bad input: an unknown field or a value of the wrong type."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", None, "Configuration file, see experiments/configs/grpo.py.")
+    flags.DEFINE_string("workdir", None, "Run folder: receipt.json, steps.jsonl, checkpoints, plots, adapter.")
+    app.run(main, flags_parser=parse_flags)

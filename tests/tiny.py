@@ -1,4 +1,4 @@
-"""One tiny model and prompt on meshes of 1, 8 and 32 devices; the programs here compile once for all tests."""
+"""One tiny model and prompt on meshes of 1, 8 and 32 devices; programs here compile once for all tests."""
 
 import functools
 
@@ -115,7 +115,7 @@ def _replay_program(devices: int):
 
 
 def replay_grad(devices: int, used: Params, state: PrefixState, member, weights) -> tuple[float, Params]:
-    """sum(weights * log-probs) of one row of `members` against the pages, and its gradient by the adapters."""
+    """sum(weights * log-probs) of a row of `members` against the pages, and its gradient by the adapters."""
     mesh = model(devices).mesh
     value, grads = _replay_program(devices)(
         lora.per_device(used, mesh), base(devices), state, *member, weights

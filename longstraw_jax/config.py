@@ -211,8 +211,8 @@ class ModelConfig:
         """
         if tokens > self.max_position_embeddings:
             raise ConfigError(
-                f"{what} of {tokens} tokens exceeds max_position_embeddings={self.max_position_embeddings}; shorten it, "
-                f"or opt in to a YaRN range of at least {tokens} with --config.model.yarn_positions={tokens} "
+                f"{what} of {tokens} tokens exceeds max_position_embeddings={self.max_position_embeddings}; shorten "
+                f"it, or opt in to a YaRN range of at least {tokens} with --config.model.yarn_positions={tokens} "
                 "(longstraw_jax.config.extend_positions)"
             )
 

@@ -56,6 +56,18 @@ def exchange(x: Array, axis: str | None, split: int, join: int) -> Array:
     return x if axis is None else jax.lax.all_to_all(x, axis, split, join, tiled=True)
 
 
+def gather_together(shards: list[Array], dims: list[int], axis: str) -> list[Array]:
+    """`gather` of several arrays of one dtype, each along its own dimension, as one message."""
+    fronts = [jnp.moveaxis(x, d, 0) for x, d in zip(shards, dims, strict=True)]
+    every = jax.lax.all_gather(jnp.concatenate([x.reshape(-1) for x in fronts]), axis)  # [devices, numbers]
+    whole, start = [], 0
+    for x, d in zip(fronts, dims, strict=True):
+        rows = every[:, start : start + x.size].reshape(-1, *x.shape[1:])
+        whole.append(jnp.moveaxis(rows, 0, d))
+        start += x.size
+    return whole
+
+
 def any_device(flag: Bool[Array, ""], axis: str | None) -> Bool[Array, ""]:
     return flag if axis is None else jax.lax.pmax(flag.astype(jnp.int32), axis) > 0
 
@@ -81,17 +93,19 @@ def local_rows(ids: Int[Array, "*lead"], length: Int[Array, ""], axis: str | Non
     return jnp.where(owned, (page // axis_size(axis)) * PAGE + row, -1)
 
 
-def _blocks(fn, args, block):
-    """fn over blocks of the leading axis, so that what it holds in between stays bounded."""
+def _blocks(fn, args, block, axis=0):
+    """fn over blocks of the leading axis of args, results joined along `axis`: what it holds in between is bounded."""
     t = args[0].shape[0]
     if t <= block:
         return fn(args)
     pad = -t % block
     padded = [jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, block, *a.shape[1:]) for a in args]
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:t], jax.lax.map(fn, tuple(padded)))
+    blocks = jnp.moveaxis(jax.lax.map(fn, tuple(padded)), 0, axis)
+    joined = blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(joined, 0, t, axis=axis)
 
 
-def _tail_candidates(q, w, keys, query_index, k):
+def _tail_candidates(q, w, keys, query_index):
     """Scores and visibility over the tail: row j of a sequence is visible to its query t iff j <= query_index[t]."""
     scores = jax.vmap(indexer_topk.index_scores)(q, w, keys)  # [B, T, tail]
     visible = jnp.arange(keys.shape[1]) <= query_index[..., None]
@@ -122,7 +136,7 @@ def select(
       strategy: "gather_keys" (many queries: keys travel) or "merge_candidates" (few: queries and candidates travel).
     """
     b, t = query_index.shape
-    tail_scores, visible = _tail_candidates(q, w, tail, query_index, k)
+    tail_scores, visible = _tail_candidates(q, w, tail, query_index)
     tail_scores, visible = (x.reshape(b * t, -1) for x in (tail_scores, visible))
     if pages is None:
         _, ids = indexer_topk.select(tail_scores, visible, k)
@@ -147,14 +161,19 @@ def select(
     keys = pages.reshape(-1, pages.shape[-1])
 
     def from_mine(args):
-        q, w, real = args
+        (qw,) = args
         scores, ids = indexer_topk.select(
-            indexer_topk.index_scores(q, w, keys), (position < length)[None] & real[:, None], k
+            indexer_topk.index_scores(qw[..., :-1], qw[..., -1], keys), (position < length)[None], k
         )
-        return scores, jnp.where(ids < 0, -1, position[jnp.where(ids < 0, 0, ids)])
+        ids = jnp.where(ids < 0, -1, position[jnp.where(ids < 0, 0, ids)])
+        return jnp.stack([scores, jax.lax.bitcast_convert_type(ids, jnp.float32)])
 
-    scores, ids = _blocks(from_mine, tuple(gather(x, axis, 0) for x in (q, w, real)), SELECT_BLOCK)
-    scores, ids = (exchange(x, axis, 0, 1) for x in (scores, ids))  # [B T, devices * K]: my queries, all candidates
+    # One message there (fp32, which rounds no weight) and one back (an id travels as the bits of a float).
+    message = jnp.concatenate([q.astype(jnp.float32), w[..., None]], axis=-1)
+    found = _blocks(from_mine, (gather(message, axis, 0),), SELECT_BLOCK, axis=1)
+    scores, ids = exchange(found, axis, 1, 2)  # [B T, devices * K]: my queries, all candidates
+    ids = jnp.where(real[:, None], jax.lax.bitcast_convert_type(ids, jnp.int32), -1)
+    scores = jnp.where(ids < 0, -jnp.inf, scores)
     tail_ids = jnp.where(visible, length + jnp.arange(visible.shape[-1]), -1)
     scores = jnp.concatenate([scores, jnp.where(visible, tail_scores, -jnp.inf)], axis=-1)
     _, ids = indexer_topk.merge(scores, jnp.concatenate([ids, tail_ids], axis=-1), k)
@@ -187,21 +206,15 @@ def attend(
     q_flat, ids_flat = q.reshape(b * t, heads, width), ids.reshape(b * t, -1)
     if strategy == "gather_keys" or axis is None:
         prompt_ids = jnp.where(ids_flat < length, ids_flat, -1)
-        prompt = sparse_mla.sparse_mla(q_flat, flat_pages(pages, axis), prompt_ids, **opts)
+        out, lse = sparse_mla.sparse_mla(q_flat, flat_pages(pages, axis), prompt_ids, **opts)
+        out, lse = out[None], lse[None]
     else:
         rows = local_rows(gather(ids_flat, axis, 0), length, axis)
         out, lse = sparse_mla.sparse_mla(gather(q_flat, axis, 0), pages.reshape(-1, width), rows, **opts)
-        top = jax.lax.pmax(jax.lax.stop_gradient(lse), axis)
-        top = jnp.where(top > -jnp.inf, top, 0.0)
-        weight = jnp.where(lse > -jnp.inf, jnp.exp(jnp.where(lse > -jnp.inf, lse, 0.0) - top), 0.0)
-        # One message: weighted outputs and, in the last column, the weights.
-        sums = scatter_sum(jnp.concatenate([weight[..., None] * out, weight[..., None]], axis=-1), axis, 0)
-        total = sums[..., -1]
-        some = total > 0
-        safe = jnp.where(some, total, 1.0)
-        mine = jax.lax.dynamic_slice_in_dim(top, axis_index(axis) * (b * t), b * t)
-        prompt = (sums[..., :-1] / safe[..., None], jnp.where(some, mine + jnp.log(safe), -jnp.inf))
-    out, _ = sparse_mla.merge_partial([prompt, own])
+        # My queries' partial results from every device, [devices, B T, ..]; the log-sum-exp is the last column.
+        partial = exchange(jnp.concatenate([out, lse[..., None]], axis=-1)[None], axis, 1, 0)
+        out, lse = partial[..., :-1], partial[..., -1]
+    out, _ = sparse_mla.merge_partial(jnp.concatenate([out, own[0][None]]), jnp.concatenate([lse, own[1][None]]))
     return out.reshape(b, t, heads, -1).astype(q.dtype)
 
 
@@ -226,7 +239,10 @@ def routed_experts(
       gate: switches the updates per token.
     """
     k, local_experts = ids.shape[1], experts["gate_proj"].shape[0]
-    x_all, ids_all, weights_all = (gather(v, axis, 0) for v in (x, ids, weights))
+    x_all = gather(x, axis, 0)
+    # Ids and weights as one message: an expert's number is exact in fp32.
+    ids_all, weights_all = jnp.split(gather(jnp.concatenate([ids.astype(jnp.float32), weights], -1), axis, 0), 2, -1)
+    ids_all = ids_all.astype(jnp.int32)
     tokens = x_all.shape[0]
     expert = ids_all.reshape(-1) - axis_index(axis) * local_experts
     mine = (expert >= 0) & (expert < local_experts)

@@ -48,7 +48,8 @@ class PrefixState:
     global row d * (pages / n) + p // n. Row r of page p is prompt token 64 p + r.
 
     Attributes:
-      latents: per segment [repeat, layers of a group, pages, 64, latent_dim]: the normed KV latent, then the rotated key.
+      latents: per segment [repeat, layers of a group, pages, 64, latent_dim]: the normed KV latent, then the
+        rotated key.
       index_keys: per segment [repeat, pages, 64, index_head_dim], of each group's full layer.
       length: resident tokens, S - 1 for a prompt of S tokens (the last one is the boundary token).
       fingerprint: of the weights that captured it.

@@ -183,7 +183,8 @@ def test_partial_attention_merges_to_the_whole():
     ids[2] = np.where(ids[2] % 3 == 0, ids[2], -1)  # all of its keys in one part
     parts = [sparse(q, rows, np.where(ids % 3 == part, ids, -1), scale=0.7, value_dim=3) for part in range(3)]
     whole = sparse(q, rows, ids, scale=0.7, value_dim=3)
-    for x, y in zip(sparse_mla.merge_partial(parts), whole, strict=True):
+    merged = sparse_mla.merge_partial(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    for x, y in zip(merged, whole, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
@@ -191,7 +192,7 @@ def test_f7_merging_empty_parts_gives_zero_and_no_gradient():
     out, lse = jnp.ones((2, 1, 3)), jnp.asarray([[-jnp.inf], [0.5]])
 
     def total(out, lse):
-        merged, _ = sparse_mla.merge_partial([(out, lse), (2 * out, jnp.full_like(lse, -jnp.inf))])
+        merged, _ = sparse_mla.merge_partial(jnp.stack([out, 2 * out]), jnp.stack([lse, jnp.full_like(lse, -jnp.inf)]))
         return merged.sum(), merged
 
     (d_out, d_lse), merged = jax.grad(total, argnums=(0, 1), has_aux=True)(out, lse)

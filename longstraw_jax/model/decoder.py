@@ -37,13 +37,17 @@ class Group(nnx.Module):
 def _unshard(state: nnx.State, axis: str | None) -> nnx.State:
     """Gathers one layer's resting weights for use; experts stay where they are."""
 
-    def whole(variable):
-        axes = variable.get_metadata("axes")[1:]  # the scan has taken the layer axis
-        if axis is None or "fsdp" not in axes:
-            return variable
-        return variable.replace(parallel.gather(variable[...], axis, axes.index("fsdp")))
-
-    return jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    if axis is None:
+        return state
+    flat = nnx.to_flat_state(state)
+    resting = [(path, v) for path, v in flat if "fsdp" in v.get_metadata("axes")]
+    whole = {}
+    for dtype in {v.dtype for _, v in resting}:
+        chosen = [(path, v) for path, v in resting if v.dtype == dtype]
+        dims = [v.get_metadata("axes")[1:].index("fsdp") for _, v in chosen]  # the scan has taken the layer axis
+        gathered = parallel.gather_together([v[...] for _, v in chosen], dims, axis)
+        whole |= {path: v.replace(w) for (path, v), w in zip(chosen, gathered, strict=True)}
+    return nnx.from_flat_state([(path, whole.get(path, v)) for path, v in flat])
 
 
 class Decoder(nnx.Module):

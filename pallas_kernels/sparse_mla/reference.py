@@ -47,14 +47,14 @@ def sparse_mla(
 
 
 def merge_partial(
-    parts: list[tuple[Float[Array, "T N R"], Float[Array, "T N"]]],
+    outs: Float[Array, "M T N R"], lses: Float[Array, "M T N"]
 ) -> tuple[Float[Array, "T N R"], Float[Array, "T N"]]:
-    """Combines attention over disjoint sets of rows by log-sum-exp; all parts empty gives 0 and -inf."""
-    lses = jnp.stack([lse for _, lse in parts])
+    """Combines attention over M disjoint sets of rows by log-sum-exp; all parts empty gives 0 and -inf."""
+    used = lses > -jnp.inf
     top = jax.lax.stop_gradient(lses.max(0))
     some = top > -jnp.inf
     top = jnp.where(some, top, 0.0)
-    weights = jnp.where(lses > -jnp.inf, jnp.exp(jnp.where(lses > -jnp.inf, lses, 0.0) - top), 0.0)
+    weights = jnp.where(used, jnp.exp(jnp.where(used, lses, 0.0) - top), 0.0)
     total = jnp.where(some, weights.sum(0), 1.0)
-    out = sum(w[..., None] * o for w, (o, _) in zip(weights, parts, strict=True)) / total[..., None]
+    out = jnp.einsum("mtn,mtnr->tnr", weights / total, outs)
     return out, jnp.where(some, top + jnp.log(total), -jnp.inf)

@@ -1,0 +1,31 @@
+"""Gradient parity of a tiny random model, the demo checkpoint's, on 32 emulated devices."""
+
+import importlib.util
+import pathlib
+
+from ml_collections import ConfigDict
+
+
+def _load(path: pathlib.Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_HERE = pathlib.Path(__file__).parent
+
+
+def get_config() -> ConfigDict:
+    """grpo.py's fields; with no model.checkpoint, model.architecture (config.json's keys) gets random weights."""
+    config = _load(_HERE / "grpo.py").get_config()
+    config.model.architecture = ConfigDict(_load(_HERE.parent / "make_tiny_checkpoint.py").CONFIG)
+    config.mesh.devices = 32
+    config.mesh.emulate = True
+    config.grpo.max_new_tokens = 32
+    config.capture.chunk = 256
+    config.optimizer.learning_rate = 1e-6  # of GLM-5.2's RL in slime; the step's tolerance is in its units
+    for target in config.lora:
+        config.lora[target].rank = 4
+        config.lora[target].alpha = 8.0
+    return config

@@ -1,0 +1,203 @@
+"""Compares replay's gradients with autodiff over the whole sequence, and one optimizer step of either.
+
+python experiments/gradient_parity.py --config=experiments/configs/parity_tiny.py --tokens=512 \
+    --modes=frozen,detached --out=parity.json
+
+The policy is the config's checkpoint or, without one, random weights for model.architecture; its adapters are random.
+Exit status: 0 all within tolerance, 1 not, 2 bad usage.
+"""
+
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import train_grpo
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from longstraw_jax import config as config_lib
+from longstraw_jax import fingerprint, lora, sharding, train
+from longstraw_jax.evidence import parity, receipt
+from longstraw_jax.io import hf_checkpoint
+from longstraw_jax.io.whole_file import write_whole
+from longstraw_jax.model import decoder
+
+PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax", "numpy")
+ADAPTER_SEED, PROMPT_SEED, GROUP_SEED = 1, 2, 3  # added to config.seed, which draws random base weights
+
+
+def response_lengths(longest: int) -> list[int]:
+    """A ragged group: the whole budget, a third and two thirds of it."""
+    return [longest, -(-longest // 3), -(-2 * longest // 3)]
+
+
+def parse_modes(text: str) -> list[str]:
+    """Raises ValueError for anything but supported modes, each once."""
+    modes = text.split(",")
+    for mode in modes:
+        train.check_mode(mode)
+    if len(set(modes)) != len(modes):
+        raise ValueError(f"--modes={text}; accepted: each mode once")
+    return modes
+
+
+def load_architecture(config: ConfigDict) -> config_lib.ModelConfig:
+    """Of the checkpoint, or of model.architecture. Raises ValueError if both are missing."""
+    eps = config.model.latent_norm_eps or None
+    if config.model.checkpoint:
+        found = config_lib.load_model_config(pathlib.Path(config.model.checkpoint), latent_norm_eps=eps)
+    elif "architecture" in config.model:
+        found = config_lib.model_config_from_hf(config.model.architecture.to_dict(), latent_norm_eps=eps)
+    else:
+        raise ValueError("model.checkpoint=''; accepted: a Hugging Face directory, or model.architecture in the config")
+    return config_lib.extend_positions(found, config.model.yarn_positions) if config.model.yarn_positions else found
+
+
+def load_sides(
+    config: ConfigDict, architecture: config_lib.ModelConfig, adapters: config_lib.LoraConfig
+) -> list[parity.Side]:
+    """The policy on the configured mesh and on one device."""
+    sides: list[parity.Side] = []
+    for devices in (config.mesh.devices, 1):
+        if sides and config.mesh.devices == 1:
+            return sides * 2
+        mesh = sharding.make_mesh(devices)
+        model = decoder.make_model(architecture, mesh=mesh, lora=adapters)
+        if config.model.checkpoint:
+            _, base = hf_checkpoint.load(pathlib.Path(config.model.checkpoint), architecture, mesh)
+        else:
+            base = decoder.init_params(architecture, config.seed, mesh=mesh)
+        seeded = sides[0].adapters if sides else parity.seeded_adapters(model, config.seed + ADAPTER_SEED)
+        placed = parity.place_adapters(model, jax.tree.map(np.asarray, seeded))
+        sides.append(parity.Side(model, base, placed))
+    return sides
+
+
+def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
+    """The receipt of one comparison. Raises ValueError for bad input."""
+    if tokens < 2:
+        raise ValueError(f"--tokens={tokens}; accepted: at least 2, one resident and the boundary token")
+    if config.grpo.beta > 0:
+        raise ValueError(f"grpo.beta={config.grpo.beta}; accepted: 0, as no reference is replayed here")
+    train_grpo.set_devices(config)
+    # Of the CPU and GPU alike: parity in fp32 means fp32 products.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    architecture = load_architecture(config)
+    lengths = response_lengths(config.grpo.max_new_tokens)
+    architecture.check_length(tokens + max(lengths))
+    policy = train.PolicyConfig(
+        eos_ids=(),
+        capacity=tokens,
+        group=len(lengths),
+        max_new_tokens=config.grpo.max_new_tokens,
+        temperature=config.grpo.temperature,
+        chunk=config.capture.chunk,
+        objective=train_grpo.objective_config(config),
+    )
+    optimizer = train.make_optimizer(train.OptimizerConfig(**config.optimizer))
+    adapters = train_grpo.lora_config(config)
+    lora.sites(architecture, adapters)
+    wide, single = load_sides(config, architecture, adapters)
+    rng = np.random.default_rng(config.seed + PROMPT_SEED)
+    prompt, *responses = (rng.integers(0, architecture.vocab_size, n, np.int32) for n in (tokens, *lengths))
+    tolerance = parity.TOLERANCES[architecture.dtype]
+    measured, problems, seconds = {}, [], {}
+    for mode in modes:
+        started = time.perf_counter()
+        measured[mode] = parity.measure_mode(
+            mode, wide, single, policy, optimizer, prompt, responses, config.seed + GROUP_SEED
+        )
+        seconds[mode] = round(time.perf_counter() - started, 2)
+        for case, figures in measured[mode].items():
+            problems += [f"{mode} {case}: {line}" for line in parity.case_problems(case, figures, tolerance)]
+    device = jax.devices()[0]
+    return {
+        "claim": "gradient",
+        "passed": not problems,
+        "problems": problems,
+        "code": receipt.describe_code(pathlib.Path(parity.__file__).resolve().parents[1]),
+        "config": train_grpo.plain(config),
+        "config_sha256": fingerprint.sha256_json(train_grpo.plain(config)),
+        "weights_fingerprint": fingerprint.tree_fingerprint(wide.base),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "devices": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
+        "mesh": {sharding.AXIS: config.mesh.devices},
+        "dtype": architecture.dtype,
+        "tokens": {"prompt": tokens, "responses": lengths},
+        "seeds": {
+            "weights": config.seed,
+            "adapters": config.seed + ADAPTER_SEED,
+            "prompt": config.seed + PROMPT_SEED,
+            "group": config.seed + GROUP_SEED,
+        },
+        "tolerance": vars(tolerance),
+        "modes": measured,
+        "seconds": seconds,
+    }
+
+
+LINE = "{:9} {:9} {:9} {:>15} {:>9} {:>9} {:>9} {:>11} {:>8}"
+COLUMNS = ("mode", "case", "compared", "cosine", "rel. L2", "largest", "abs.", "zero sides", "clipped")
+
+
+def table(measured: dict[str, Any]) -> list[str]:
+    """A line a comparison: gradient, adapters' step and control of each mode and case."""
+    lines = [LINE.format(*COLUMNS)]
+    for mode, cases in measured.items():
+        for case, figures in cases.items():
+            for what in ("gradient", "step", "control"):
+                if what in figures:
+                    lines.append(_table_line(mode, case, what, figures[what], figures["clipped_fraction"]))
+    return lines
+
+
+def _table_line(mode, case, what, f, clipped):
+    numbers = [
+        "-" if f[key] is None else format(f[key], style)
+        for key, style in (
+            ("cosine", ".12f"),
+            ("relative_l2", ".2e"),
+            ("largest_error", ".2e"),
+            ("largest_difference", ".2e"),
+        )
+    ]
+    sides = f"{f['zero_only_found']}/{f['zero_only_wanted']}"
+    return LINE.format(mode, case, what, *numbers, sides, f"{clipped:.1%}" if what == "gradient" else "")
+
+
+def main(argv: list[str]) -> None:
+    values = flags.FLAGS
+    try:
+        if len(argv) > 1 or values.config is None or values.tokens is None:
+            raise ValueError(
+                f"arguments {argv[1:]}; accepted: --config=FILE --tokens=N --modes=MODES --out=FILE.json and "
+                "--config.field=value"
+            )
+        result = run(values.config, values.tokens, parse_modes(values.modes))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print("\n".join([*table(result["modes"]), *result["problems"]]))
+    print("pass" if result["passed"] else "FAIL")
+    if values.out:
+        write_whole(values.out, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    sys.exit(0 if result["passed"] else 1)
+
+
+def define_flags() -> None:
+    config_flags.DEFINE_config_file("config", None, "Configuration file, see experiments/configs/parity_tiny.py.")
+    flags.DEFINE_integer("tokens", None, "Tokens of the prompt.")
+    flags.DEFINE_string("modes", "frozen,detached", "Prefix-gradient modes to compare.")
+    flags.DEFINE_string("out", None, "File for the JSON receipt.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main, flags_parser=train_grpo.parse_flags)

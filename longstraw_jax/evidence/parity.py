@@ -1,0 +1,363 @@
+"""Gradient parity: replay against the captured prompt beside autodiff over the whole sequence, in figures.
+
+Both sides go through the real objective, once at ratio 1 and once with tokens that the clip silences, and through one
+optimizer step. A control says how far apart the modes' gradients truly are, so that agreement means something.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from longstraw_jax import forward, lora, replay, sharding, train
+from longstraw_jax.prefix import capture
+from longstraw_jax.rl import advantages, masks, objectives
+from longstraw_jax.types import Model, Params
+
+CASES = ("ratio_1", "clipping")
+REWARDS = (1.0, 0.0, 0.25)  # of the group: advantages of both signs, none of them zero
+B_STD = 0.02  # of the adapters' B: away from zero, where A has no gradient
+CLIPPED_SHARE = 0.4  # tokens moved past a clip bound in the "clipping" case
+CLIPPED_BY, INSIDE_BY = 0.5, 0.1  # nats past the default bounds (0.18 to 0.25), and well within them
+
+Figures = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """What agreement means; None is not asked for.
+
+    Attributes:
+      relative_l2: of all gradients together.
+      cosine: least, of all gradients together.
+      largest_error: of any entry, in units of its tensor's largest entry.
+      step: largest difference of any adapter after one optimizer step.
+      step_relative_l2: of that step. Adam's first one divides every entry by its own size, so entries that are
+        near round-off themselves weigh as much as all others: it is looser than the gradient's.
+    """
+
+    relative_l2: float
+    cosine: float | None = None
+    largest_error: float | None = None
+    step: float | None = None
+    step_relative_l2: float | None = None
+
+
+TOLERANCES = {
+    "float32": Tolerance(relative_l2=1e-5, largest_error=1e-5, step=1e-6, step_relative_l2=1e-3),
+    "bfloat16": Tolerance(relative_l2=5e-3, cosine=0.99999),
+    "float16": Tolerance(relative_l2=5e-3, cosine=0.99999),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A policy on its devices: the mesh under test, or the single device of the baseline."""
+
+    model: Model
+    base: Params
+    adapters: Params
+
+
+def compare(found: Params, wanted: Params, targets: Mapping[str, str]) -> Figures:
+    """How far a tree of gradients, or of steps, is from the wanted one; sums in fp64 on the host.
+
+    Args:
+      found, wanted: trees of one shape, like adapters.
+      targets: tensor name -> adapter target, from `tensor_targets`.
+
+    Returns:
+      cosine, relative_l2, largest_error (in units of its tensor's largest entry), worst_tensor, largest_difference,
+      norm_found, norm_wanted, elements, zero_only_found, zero_only_wanted, nonfinite (entries of both), and groups:
+      target -> cosine and relative_l2. A ratio is None where nothing is wanted, all are where anything is not finite.
+
+    Raises:
+      ValueError: the trees are not of one shape.
+    """
+    pairs = {name: (a, b) for name, a, b in _named_pairs(found, wanted)}
+    figures: Figures = {
+        "elements": sum(b.size for _, b in pairs.values()),
+        "nonfinite": sum(int((~np.isfinite(x)).sum()) for pair in pairs.values() for x in pair),
+        "zero_only_found": sum(int(((a == 0) & (b != 0)).sum()) for a, b in pairs.values()),
+        "zero_only_wanted": sum(int(((a != 0) & (b == 0)).sum()) for a, b in pairs.values()),
+    }
+    if figures["nonfinite"]:
+        undefined = ("largest_error", "worst_tensor", "largest_difference")
+        return figures | dict.fromkeys((*undefined, *_OVERALL)) | {"groups": {}}
+    distances = {name: float(np.abs(a - b).max(initial=0.0)) for name, (a, b) in pairs.items()}
+    errors = {
+        name: distances[name] / max(float(np.abs(b).max(initial=0.0)), 1e-30) for name, (_, b) in pairs.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    members: dict[str, list[Any]] = {}
+    for name, pair in pairs.items():
+        members.setdefault(targets[name], []).append(pair)
+    groups = {target: _overall(some) for target, some in sorted(members.items())}
+    return (
+        figures
+        | {
+            "largest_error": errors[worst],
+            "worst_tensor": worst,
+            "largest_difference": max(distances.values()),
+        }
+        | _overall(pairs.values())
+        | {"groups": {target: {k: f[k] for k in ("cosine", "relative_l2")} for target, f in groups.items()}}
+    )
+
+
+_OVERALL = ("cosine", "relative_l2", "norm_found", "norm_wanted")
+
+
+def _overall(pairs) -> Figures:
+    """Figures of several tensors as one long vector."""
+    dot = squared_found = squared_wanted = squared_apart = 0.0
+    for a, b in pairs:
+        dot += float((a * b).sum())
+        squared_found += float((a * a).sum())
+        squared_wanted += float((b * b).sum())
+        squared_apart += float(((a - b) ** 2).sum())
+    found, wanted = squared_found**0.5, squared_wanted**0.5
+    cosine = dot / (found * wanted) if found and wanted else None
+    relative = squared_apart**0.5 / wanted if wanted else None
+    return dict(zip(_OVERALL, (cosine, relative, found, wanted), strict=True))
+
+
+def _tensor_name(path) -> str:
+    return ".".join(key.key for key in path)
+
+
+def _named_pairs(found, wanted):
+    a, b = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (found, wanted))
+    shapes = [[(_tensor_name(path), np.shape(x)) for path, x in leaves] for leaves in (a, b)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"found is shaped {shapes[0]}; accepted: the wanted tree's {shapes[1]}")
+    return [
+        (_tensor_name(path), np.asarray(x, np.float64), np.asarray(y, np.float64))
+        for (path, x), (_, y) in zip(a, b, strict=True)
+    ]
+
+
+def tensor_targets(model: Model) -> dict[str, str]:
+    """Adapter tensor name -> the LoRA target it belongs to."""
+    return {
+        ".".join((*site.path, name)): site.target
+        for site in lora.sites(model.config, model.lora)
+        for name in ("a", "b")
+    }
+
+
+def seeded_adapters(model: Model, seed: int) -> Params:
+    """Adapters away from their zero start, A drawn as always and B normal; host arrays, the same for every mesh."""
+    rng = np.random.default_rng(seed)
+
+    def moved(path, x):
+        b = path[-1].key == "b"
+        return (B_STD * rng.standard_normal(x.shape)).astype(np.float32) if b else np.asarray(x)
+
+    return jax.tree_util.tree_map_with_path(moved, lora.init_adapters(model.config, model.lora, seed))
+
+
+def place_adapters(model: Model, adapters: Params) -> Params:
+    """Host adapters where they rest on the model's mesh."""
+    specs = lora.adapter_specs(model.config, model.lora)
+    return jax.tree.map(lambda x, spec: jax.device_put(x, sharding.named(model.mesh, spec)), adapters, specs)
+
+
+def make_groups(
+    side: Side,
+    config: train.PolicyConfig,
+    prefix: Any,
+    boundary: int,
+    responses: Sequence[Sequence[int]],
+    seed: int,
+) -> dict[str, train.Group]:
+    """The group of ragged responses as replay takes it, in both CASES.
+
+    "ratio_1": the behaviour policy is the policy. "clipping": its log-probabilities are moved, so that about
+    CLIPPED_SHARE of the tokens lie past the bound that is active for their advantage and the others stay inside.
+    """
+    padded = replay.pad_length(config.max_new_tokens, side.model.devices)
+    inputs, targets, lengths = replay.member_inputs(boundary, responses, padded)
+    mask = np.asarray(masks.response_mask(jnp.asarray(lengths), padded))
+    rewards = jnp.asarray(REWARDS[: len(responses)], jnp.float32)
+    advantage = np.asarray(
+        advantages.group_advantages(
+            rewards,
+            jnp.zeros(rewards.shape, jnp.int32),
+            num_groups=1,
+            scale=config.objective.advantage_scale,
+            baseline=config.objective.baseline,
+        )
+    )
+    args = (side.model, side.base, side.adapters, prefix, inputs, targets, lengths, config.temperature)
+    logp = np.where(mask, np.asarray(replay.score(*args)[0]), 0.0).astype(np.float32)
+    rng = np.random.default_rng(seed)
+    clipped = rng.random(logp.shape) < CLIPPED_SHARE
+    past = -np.sign(advantage)[:, None] * CLIPPED_BY  # a gain is clipped above the ratio 1, a loss below
+    moved = logp + np.where(clipped, past, rng.uniform(-INSIDE_BY, INSIDE_BY, logp.shape)).astype(np.float32)
+    return {
+        case: train.Group(inputs, targets, lengths, mask, advantage, old, old, None)
+        for case, old in zip(CASES, (logp, np.where(mask, moved, 0.0)), strict=True)
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("model", "config"))
+def _full_member(model, config, base, adapters, ids, member, gate, detach):
+    response = member.mask.shape[0]
+
+    def loss_of(adapters):
+        logp, entropy = forward.logprobs(
+            model, base, adapters, ids, config.temperature, gate=gate[None], detach=detach[None]
+        )
+        loss, _ = objectives.member_loss(
+            logp[-response:],
+            entropy[-response:],
+            old_logp=member.old_logp,
+            advantage=member.advantages,
+            mask=member.mask,
+            config=config.objective,
+            sampler_logp=member.sampler_logp,
+            max_len=config.max_new_tokens,
+        )
+        return loss.sum, loss
+
+    return jax.grad(loss_of, has_aux=True)(adapters)
+
+
+def full_gradient(
+    side: Side,
+    config: train.PolicyConfig,
+    prompt: Int[np.ndarray, "S"],
+    group: train.Group,
+    *,
+    gate: Bool[np.ndarray, "S+T"],
+    detach: Bool[np.ndarray, "S+T"],
+) -> tuple[Params, Float[Array, ""]]:
+    """The objective's gradient by autodiff over each whole sequence, prompt and response, on one device.
+
+    Args:
+      prompt: with its boundary token.
+      gate: tokens that see the adapters.
+      detach: tokens whose latents carry no gradient.
+
+    Returns:
+      Gradients of the mean loss, fp32, and that loss.
+    """
+    total, loss = None, objectives.LossSum(jnp.float32(0), jnp.float32(0))
+    for g in range(group.inputs.shape[0]):
+        member = jax.tree.map(lambda x, g=g: x[g], group)
+        ids = np.concatenate([prompt, member.targets]).astype(np.int32)
+        grads, one = _full_member(side.model, config, side.base, side.adapters, ids, member, gate, detach)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        loss = objectives.merge(loss, one)
+    return jax.tree.map(lambda x: x / loss.count, total), objectives.mean(loss)
+
+
+def mode_masks(mode: str, prompt_tokens: int, tokens: int) -> dict[str, Bool[np.ndarray, "tokens"]]:
+    """`gate` and `detach` of the full-sequence pass that a mode equals; "full" drops nothing."""
+    resident = np.arange(tokens) < prompt_tokens - 1  # the boundary token's own path is differentiated
+    return {
+        "gate": ~resident if mode == "frozen" else np.ones(tokens, bool),
+        "detach": resident if mode == "detached" else np.zeros(tokens, bool),
+    }
+
+
+def measure_mode(
+    mode: str,
+    wide: Side,
+    single: Side,
+    config: train.PolicyConfig,
+    optimizer: optax.GradientTransformation,
+    prompt: Int[np.ndarray, "S"],
+    responses: Sequence[Sequence[int]],
+    seed: int,
+) -> dict[str, Figures]:
+    """Replay on `wide` beside the whole-sequence gradient on `single`, per case.
+
+    Args:
+      mode: "frozen" or "detached".
+      wide, single: the same policy on the mesh and on one device.
+      config: its `mode` is not read: replay has none, the prefix does.
+      optimizer: of the one step from fresh moments.
+
+    Returns:
+      case -> gradient and step (see `compare`; the step's are differences of adapters), loss_found, loss_wanted,
+      clipped_fraction, step_taken and, for "detached", control: the detached baseline beside the true full gradient.
+
+    Raises:
+      ConfigError: the prompt is longer than the model's positions.
+    """
+    train.check_mode(mode)
+    model, targets = wide.model, tensor_targets(wide.model)
+    prefix = capture.capture(
+        model,
+        wide.base,
+        None if mode == "frozen" else wide.adapters,
+        prompt[:-1],
+        chunk=config.chunk,
+        fingerprint=jnp.zeros((2,), jnp.uint32),  # nobody else sees this prefix
+    )
+    state = dataclasses.replace(train.init_state(model, optimizer, seed), adapters=wide.adapters)
+    copies = lora.per_device(wide.adapters, model.mesh)
+    results = {}
+    for case, group in make_groups(wide, config, prefix, int(prompt[-1]), responses, seed).items():
+        total = train.add_group(model, config, wide.base, copies, prefix, group, None)
+        found = jax.tree.map(lambda x, n=total.loss.count: x / n, lora.finalise(total.grads, model.mesh))
+        after, info = train.apply_update(model, optimizer, state, total)
+        tokens = prompt.size + group.inputs.shape[1]
+        wanted, loss = full_gradient(single, config, prompt, group, **mode_masks(mode, prompt.size, tokens))
+        # Adapters after the step, less what both started from.
+        updates, _ = optimizer.update(wanted, optimizer.init(single.adapters), single.adapters)
+        stepped = optax.apply_updates(single.adapters, updates)
+        moved = [
+            jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), new, single.adapters)
+            for new in (after.adapters, stepped)
+        ]
+        metrics = objectives.metric_values(total.metrics)
+        results[case] = {
+            "gradient": compare(found, wanted, targets),
+            "step": compare(*moved, targets),
+            "loss_found": float(objectives.mean(total.loss)),
+            "loss_wanted": float(loss),
+            "clipped_fraction": float(metrics["clip_ratio/low"] + metrics["clip_ratio/high"]),
+            "step_taken": bool(info["taken"]),
+        }
+        if mode == "detached":
+            full, _ = full_gradient(single, config, prompt, group, **mode_masks("full", prompt.size, tokens))
+            results[case]["control"] = compare(wanted, full, targets)
+    return results
+
+
+def case_problems(case: str, figures: Figures, tolerance: Tolerance) -> list[str]:
+    """Why a case of `measure_mode` shows no parity, one line each; empty if it does."""
+    gradient, step, problems = figures["gradient"], figures["step"], []
+
+    def check(what, value, bound, above=False):
+        if bound is not None and (value is None or not (value >= bound if above else value <= bound)):
+            problems.append(f"{what} is {value}; accepted: at {'least' if above else 'most'} {bound:g}")
+
+    check("gradient NaN or infinite entries", gradient["nonfinite"], 0)
+    check("gradient relative_l2", gradient["relative_l2"], tolerance.relative_l2)
+    check("gradient cosine", gradient["cosine"], tolerance.cosine, above=True)
+    check(f"gradient largest_error ({gradient['worst_tensor']})", gradient["largest_error"], tolerance.largest_error)
+    check("step NaN or infinite entries", step["nonfinite"], 0)
+    check("step largest_difference", step["largest_difference"], tolerance.step)
+    check("step relative_l2", step["relative_l2"], tolerance.step_relative_l2)
+    if not figures["step_taken"]:
+        problems.append("the optimizer step was skipped; accepted: a step")
+    for name in ("loss_found", "loss_wanted"):
+        if not np.isfinite(figures[name]):
+            problems.append(f"{name} is {figures[name]}; accepted: a finite number")
+    fraction = figures["clipped_fraction"]
+    if (fraction > 0) != (case == "clipping"):
+        problems.append(f"clipped_fraction is {fraction:g}; accepted: {'above 0' if case == 'clipping' else '0'}")
+    if "control" in figures:
+        # A comparison that could not tell two gradients apart would show nothing by agreeing.
+        check("control relative_l2", figures["control"]["relative_l2"], 10 * tolerance.relative_l2, above=True)
+    return problems

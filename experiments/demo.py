@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         path.mkdir(parents=True)
     config.model.checkpoint, config.data.paths = str(inputs / "checkpoint"), (str(inputs / "rows.jsonl"),)
     train_grpo.set_devices(config)
-    make_tiny_checkpoint.write(inputs / "checkpoint", config.seed)
+    make_tiny_checkpoint.write(inputs / "checkpoint", make_tiny_checkpoint.CONFIG, config.seed)
     write_rows(inputs / "rows.jsonl")
     receipt = train_grpo.run(config, folder)
 

@@ -5,6 +5,7 @@ python experiments/make_tiny_checkpoint.py --out=DIR
 
 import pathlib
 import tempfile
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -59,22 +60,22 @@ CONFIG = {
 }
 
 
-def write(out: pathlib.Path, seed: int) -> None:
-    """Writes the checkpoint folder whole or not at all."""
-    config = config_lib.model_config_from_hf(CONFIG)
+def write(out: pathlib.Path, raw: dict[str, Any], seed: int) -> None:
+    """Writes the checkpoint folder of a Hugging Face configuration whole or not at all."""
+    config = config_lib.model_config_from_hf(raw)
     base = decoder.init_params(config, seed)
     with tempfile.TemporaryDirectory() as scratch:
         texts = pathlib.Path(scratch)
         tokens = tokenizer.save_byte_tokenizer(texts)
         (texts / "chat_template.jinja").write_text(prompt.tiny_chat_template())
-        raw = CONFIG | {"eos_token_id": list(tokens.eos_ids)}
+        raw = raw | {"eos_token_id": list(tokens.eos_ids)}
         hf_checkpoint.save(out, raw, base, extra_files=sorted(texts.iterdir()))
     print(f"{out}: {sum(x.size for x in jax.tree.leaves(base)):,} parameters")
 
 
 def main(argv: list[str]) -> None:
     del argv
-    write(pathlib.Path(flags.FLAGS.out), flags.FLAGS.seed)
+    write(pathlib.Path(flags.FLAGS.out), CONFIG, flags.FLAGS.seed)
 
 
 if __name__ == "__main__":

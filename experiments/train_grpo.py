@@ -7,11 +7,14 @@ Run again with the same folder to resume; another configuration is refused.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import pathlib
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -23,12 +26,16 @@ from longstraw_jax import config as config_lib
 from longstraw_jax import fingerprint, lora, sharding, train
 from longstraw_jax.evidence import memory, plots, receipt
 from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics, prompt, tokenizer
+from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
-from longstraw_jax.rl import objectives, rewards
+from longstraw_jax.rl import columns, objectives, rewards
 from longstraw_jax.types import Model, Params
 
 # Which code ran each operation, as receipts record it.
 KERNELS = {op: "reference" for op in ("indexer_topk", "sparse_mla", "grouped_matmul", "chunked_logprob")}
+
+
+TRAINABLE_FILE = "trainable.json"  # which arrays train, their shapes and targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +45,12 @@ class Job:
     config: ConfigDict
     model: Model
     policy: train.PolicyConfig
+    optimizer: train.OptimizerConfig
     base: Params
     base_sha: str
     dataset: data.Dataset
     tokenizer: tokenizer.Tokenizer
-    template: prompt.ChatTemplate
-    document: str | None
+    build: Callable[[Any], np.ndarray]  # a row's prompt -> token ids
     reward_functions: list[rewards.RewardFunction]
 
 
@@ -67,62 +74,95 @@ def set_devices(config: ConfigDict) -> None:
         jax.config.update("jax_num_cpu_devices", config.mesh.devices)
 
 
-def load_job(config: ConfigDict) -> Job:
-    """Loads and checks the configuration's parts, cheapest first. Raises ValueError for bad input."""
-    if config.steps < 1 or config.steps % config.grpo.updates:
+def check_values(config: ConfigDict) -> None:
+    """Ranges that nothing checks before the first step needs them. Raises ValueError."""
+    if config.steps < 1 or config.grpo.updates < 1 or config.steps % config.grpo.updates:
         raise ValueError(f"steps={config.steps}; accepted: a positive multiple of grpo.updates={config.grpo.updates}")
-    for field, value in (
-        ("data.rows_per_step", config.data.rows_per_step),
-        ("checkpoint.every", config.checkpoint.every),
+    for field, value, low in (
+        ("data.rows_per_step", config.data.rows_per_step, 1),
+        ("data.prompt_tokens", config.data.prompt_tokens, 0),
+        ("checkpoint.every", config.checkpoint.every, 1),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
+        ("model.latent_norm_eps", config.model.latent_norm_eps, 0),
+        ("mesh.devices", config.mesh.devices, 1),
     ):
-        if value < 1:
-            raise ValueError(f"{field}={value}; accepted: at least 1")
-    set_devices(config)
+        if not value >= low:
+            raise ValueError(f"{field}={value}; accepted: at least {low}")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed={config.seed}; accepted: 0 to {2**32 - 1}")
+    if config.data.document not in ("none", "python"):
+        raise ValueError(f"data.document={config.data.document!r}; accepted: 'none' or 'python'")
+    if config.data.document == "python" and not config.data.prompt_tokens:
+        raise ValueError("data.prompt_tokens=0; accepted with data.document='python': the exact prompt length")
     if not config.model.checkpoint:
         raise ValueError("model.checkpoint=''; accepted: a Hugging Face checkpoint directory")
+    names, weights = tuple(config.reward.functions), tuple(config.reward.weights)
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"reward.functions={names}; accepted: at least one, each once")
+    if len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"reward.weights={weights}; accepted: {len(names)} finite numbers, one a function")
+    for field in ("timeout_s", "answer_timeout_s"):
+        if not 0 < config.reward[field] < math.inf:
+            raise ValueError(f"reward.{field}={config.reward[field]}; accepted: seconds above 0")
+
+
+def read_dataset(config: ConfigDict) -> data.Dataset:
+    """The configured rows; each has an answer if a built-in reward compares with one. Raises DataError."""
+    paths = list(config.data.paths)
+    dataset = data.read_rows(paths)
+    if {"exact_match", "boxed_math"} & set(config.reward.functions):
+        names = [name for name in columns.ANSWER_COLUMNS if any(name in row["columns"] for row in dataset.rows)]
+        if any(all(row["columns"].get(name) is None for name in names) for row in dataset.rows):
+            data.read_rows(paths, required=names[-1:] or ["ground_truth"])  # names file and row
+    return dataset
+
+
+def prompt_builder(
+    config: ConfigDict, tokens: tokenizer.Tokenizer, template: prompt.ChatTemplate
+) -> Callable[[Any], np.ndarray]:
+    """A row's prompt -> token ids [S]."""
+    target, document = config.data.prompt_tokens or None, None
+    if config.data.document == "python":
+        document = prompt.python_documentation_text(target)  # a token is at least a byte
+    return functools.partial(
+        prompt.build_prompt, tokenizer=tokens, template=template, document=document, target_tokens=target
+    )
+
+
+def load_job(config: ConfigDict) -> Job:
+    """Loads and checks the configuration's parts, cheapest first. Raises ValueError for bad input."""
+    check_values(config)
+    set_devices(config)
+    mesh = sharding.make_mesh(config.mesh.devices)
+    optimizer, adapters = train.OptimizerConfig(**config.optimizer), lora_config(config)
     folder = pathlib.Path(config.model.checkpoint)
     architecture = config_lib.load_model_config(folder, latent_norm_eps=config.model.latent_norm_eps or None)
     if config.model.yarn_positions:
         architecture = config_lib.extend_positions(architecture, config.model.yarn_positions)
+    model = decoder.make_model(architecture, mesh=mesh, lora=adapters)
+    lora.sites(architecture, adapters)
     tokens = tokenizer.load_tokenizer(folder)
     if tokens.vocab_size > architecture.vocab_size:
         raise ValueError(
             f"{folder}: tokenizer of {tokens.vocab_size} ids; accepted: at most vocab_size={architecture.vocab_size}"
         )
-    functions = [
-        rewards.load(name, answer_timeout_s=config.reward.answer_timeout_s) for name in config.reward.functions
-    ]
-    if len(config.reward.weights) != len(functions):
-        raise ValueError(f"reward.weights={config.reward.weights}; accepted: {len(functions)}, one a function")
-    dataset = data.read_rows(list(config.data.paths))
-    if config.data.document not in ("none", "python"):
-        raise ValueError(f"data.document={config.data.document!r}; accepted: 'none' or 'python'")
-    document = None
-    if config.data.document == "python":
-        if config.data.prompt_tokens < 1:
-            raise ValueError("data.prompt_tokens=0; accepted with data.document='python': the exact prompt length")
-        document = prompt.python_documentation_text(config.data.prompt_tokens)  # a token is at least a byte
-    template = prompt.load_chat_template(folder)
-    length = config.data.prompt_tokens or max(
-        len(prompt.build_prompt(row["prompt"], tokens, template, document=document)) for row in dataset.rows
-    )
-    architecture.check_length(length + config.grpo.max_new_tokens)
+    dataset, build = read_dataset(config), prompt_builder(config, tokens, prompt.load_chat_template(folder))
+    longest = max(build(row["prompt"]).size for row in dataset.rows)
+    architecture.check_length(longest + config.grpo.max_new_tokens)
     shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
     policy = train.PolicyConfig(
         eos_ids=tokens.eos_ids,
-        capacity=length,
+        capacity=longest,
         chunk=config.capture.chunk,
         objective=objective_config(config),
         **{name: config.grpo[name] for name in shared},
     )
-    train.OptimizerConfig(**config.optimizer)
-    mesh = sharding.make_mesh(config.mesh.devices)
-    adapters = lora_config(config)
-    lora.sites(architecture, adapters)
-    model = decoder.make_model(architecture, mesh=mesh, lora=adapters)
+    functions = [
+        rewards.load(name, answer_timeout_s=config.reward.answer_timeout_s) for name in config.reward.functions
+    ]
     _, base = hf_checkpoint.load(folder, architecture, mesh)
     return Job(
-        config, model, policy, base, fingerprint.tree_fingerprint(base), dataset, tokens, template, document, functions
+        config, model, policy, optimizer, base, fingerprint.tree_fingerprint(base), dataset, tokens, build, functions
     )
 
 
@@ -145,7 +185,7 @@ def reward_call(job: Job, rows: list[dict[str, Any]]) -> train.RewardCall:
 
 
 def step_record(
-    job: Job, step: int, rows: list[dict[str, Any]], report: train.StepReport, seconds: float, adapters: Params
+    job: Job, step: int, rows: list[dict[str, Any]], report: train.StepReport, seconds: float
 ) -> dict[str, Any]:
     """A line of steps.jsonl, as evidence/figures.py defines it."""
     rollouts = report.rollouts
@@ -160,6 +200,10 @@ def step_record(
         "completions/clipped_ratio": float(np.mean(truncated)),
         "reward/unscorable": float(every.size - scored.size),
     }
+    logged: dict[str, list[float]] = {}  # what reward functions gave to log_metric
+    for event in (event for r in rollouts for event in r.events if event["event"] == "reward_metric"):
+        logged.setdefault(f"rewards/{event['function']}/{event['name']}", []).append(event["value"])
+    extra |= {name: float(np.mean(values)) for name, values in logged.items()}
     return {
         "step": step,
         "row_ids": [row["id"] for row in rows],
@@ -182,7 +226,7 @@ def step_record(
         "seconds": report.seconds | {"step": seconds},
         "peak_bytes": memory.peak_bytes()[0],
         "prefix_age": report.prefix_age,
-        "adapter_fingerprint": fingerprint.tree_fingerprint(adapters),
+        "adapter_fingerprint": report.adapter_fingerprint,
     }
 
 
@@ -195,7 +239,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains, or resumes, the run in `workdir` and returns its receipt. Raises ValueError for bad input."""
     job = load_job(config)
     sha = receipt.bind_config(workdir, plain(config))
-    optimizer = train.make_optimizer(train.OptimizerConfig(**config.optimizer))
+    optimizer = train.make_optimizer(job.optimizer)
     state = train.init_state(job.model, optimizer, config.seed)
     bound = {
         "config": sha,
@@ -208,18 +252,19 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     if checkpoint.latest_step(folder) is not None:
         state, _ = checkpoint.restore(folder, state, expected=bound)
         logging.info("resumed after step %d", int(state.step))
-    print(lora.format_table(lora.trainable_table(job.model.config, job.model.lora)))
+    table = lora.trainable_table(job.model.config, job.model.lora)
+    write_whole(workdir / TRAINABLE_FILE, (json.dumps(table, indent=1) + "\n").encode())
+    print(lora.format_table(table))
     base_words = jax.jit(fingerprint.device_fingerprint)(job.base)
-    held = None
-    done = int(state.step)
-    with metrics.MetricWriter(workdir, last_step=done) as writer:
-        bar = tqdm(total=config.steps, initial=done, desc="steps", unit="step", disable=not sys.stderr.isatty())
+    held, done = None, int(state.step)
+    with (
+        metrics.MetricWriter(workdir, last_step=done) as writer,
+        tqdm(total=config.steps, initial=done, desc="steps", unit="step", disable=not sys.stderr.isatty()) as bar,
+    ):
         while done < config.steps:
             rollout = done // job.policy.updates
             order = data.row_order(len(job.dataset.rows), config.seed, rollout, config.data.rows_per_step)
             rows = [job.dataset.rows[i] for i in order]
-            prompts = [build(job, row) for row in rows]
-            key = jax.random.fold_in(jax.random.key(config.seed), rollout)
             started = time.perf_counter()
             state, reports, held = train.transaction(
                 job.model,
@@ -228,39 +273,31 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
                 job.base,
                 base_words,
                 state,
-                prompts,
+                [job.build(row["prompt"]) for row in rows],
                 reward_call(job, rows),
-                key,
+                jax.random.fold_in(jax.random.key(config.seed), rollout),
                 held=held,
             )
             seconds = (time.perf_counter() - started) / len(reports)
-            for report in reports:
-                done += 1
-                record = step_record(job, done, rows, report, seconds, state.adapters)
+            for number, report in enumerate(reports, start=done + 1):
+                record = step_record(job, number, rows, report, seconds)
                 writer.write(record)
                 bar.set_postfix(reward=record["reward_mean"], loss=record["loss"])
                 bar.update()
-                print(
-                    f"step {done:>4}  reward {record['reward_mean'] or float('nan'):.4f}  loss {record['loss']:+.4f}  "
-                    f"grad {report.grad_norm:.3f}  {seconds:.1f} s"
-                    + (f"  skipped: {report.skip_reason}" if report.skip_reason else ""),
-                    flush=True,
-                )
-            if (
-                done >= config.steps
-                or done // config.checkpoint.every > (done - len(reports)) // config.checkpoint.every
-            ):
+                print(step_line(record), flush=True)
+            before, done = done, done + len(reports)
+            if done == config.steps or done // config.checkpoint.every > before // config.checkpoint.every:
                 checkpoint.save(folder, done, state, bound, keep=config.checkpoint.keep)
-        bar.close()
     return finish(job, workdir, state)
 
 
-def build(job: Job, row: dict[str, Any]) -> np.ndarray:
-    """Token ids of a row's prompt."""
-    return prompt.build_prompt(
-        row["prompt"], job.tokenizer, job.template, document=job.document,
-        target_tokens=job.config.data.prompt_tokens or None,
-    )  # fmt: skip
+def step_line(record: dict[str, Any]) -> str:
+    """A step for the eye."""
+    reward = "none" if record["reward_mean"] is None else f"{record['reward_mean']:.4f}"
+    return (
+        f"step {record['step']:>4}  reward {reward}  loss {record['loss']:+.4f}  grad {record['grad_norm']:.3f}  "
+        f"{record['seconds']['step']:.1f} s" + (f"  skipped: {record['skip_reason']}" if record["skipped"] else "")
+    )
 
 
 def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str, Any]:
@@ -272,6 +309,7 @@ def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str
     )  # fmt: skip
     artifacts = {path: "plot" for path in plots.write_plots(workdir, steps)}
     artifacts |= {f"adapter/{path.name}": "adapter" for path in sorted((workdir / "adapter").iterdir())}
+    artifacts[TRAINABLE_FILE] = "report"
     dataset = job.dataset
     return receipt.write_receipt(
         workdir,
@@ -279,7 +317,7 @@ def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str
         mesh_shape={sharding.AXIS: job.model.devices},
         kernels=KERNELS,
         weights_fingerprint=job.base_sha,
-        dataset_path=job.config.data.paths[0],
+        dataset_path=" + ".join(job.config.data.paths),  # of several files the hash is of their hashes
         dataset_sha256=dataset.sha256,
         dataset_counts={
             "read": dataset.read,
@@ -293,19 +331,20 @@ def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str
     )
 
 
+def fail(error: Exception | str) -> NoReturn:
+    """Ends a run on bad input: one line and exit code 2."""
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(2)
+
+
 def main(argv: list[str]) -> None:
     values = flags.FLAGS
     if len(argv) > 1 or values.config is None or values.workdir is None:
-        print(
-            f"error: arguments {argv[1:]}; accepted: --config=FILE --workdir=DIR and --config.field=value",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        fail(f"arguments {argv[1:]}; accepted: --config=FILE --workdir=DIR and --config.field=value")
     try:
         run(values.config, pathlib.Path(values.workdir))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(error)
     print(f"receipt: {pathlib.Path(values.workdir) / 'receipt.json'}")
 
 
@@ -314,8 +353,7 @@ def parse_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(error)
 
 
 if __name__ == "__main__":

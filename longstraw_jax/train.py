@@ -14,8 +14,8 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from longstraw_jax import lora, replay, sampling, sharding
-from longstraw_jax.prefix import capture, freshness
+from longstraw_jax import fingerprint, lora, replay, sampling, sharding
+from longstraw_jax.prefix import refresh
 from longstraw_jax.rl import advantages as advantages_lib
 from longstraw_jax.rl import masks, objectives
 from longstraw_jax.types import Model, Params, PrefixState
@@ -131,15 +131,6 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Resident:
-    """The prompt that is on the devices now, and the optimizer step it was captured at."""
-
-    tokens: np.ndarray
-    prefix: PrefixState
-    captured_at: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Rollout:
     """A prompt's sampled group on the host: what the step log records."""
 
@@ -153,7 +144,7 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """What one transaction did, on the host."""
+    """What one optimizer step did, on the host."""
 
     rollouts: list[Rollout]
     loss_sum: float
@@ -164,10 +155,12 @@ class StepReport:
     metrics: dict[str, float]
     seconds: dict[str, float]
     prefix_age: int
+    adapter_fingerprint: str
 
 
+@functools.cache
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """See OptimizerConfig."""
+    """See OptimizerConfig. One object a configuration, because compiled steps are told apart by it."""
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(
@@ -201,16 +194,17 @@ def _state_shardings(model: Model, optimizer: optax.GradientTransformation) -> T
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """New adapters (a zero update), fresh moments, step 0; each array where it stays."""
-    adapters = lora.init_adapters(model.config, model.lora, seed, mesh=model.mesh)
-    make = jax.jit(
-        lambda adapters: TrainState(adapters, optimizer.init(adapters), jnp.int32(0), jnp.int32(0)),
-        out_shardings=_state_shardings(model, optimizer),
-    )
-    return make(adapters)
+    return _fresh_state(model, optimizer, lora.init_adapters(model.config, model.lora, seed, mesh=model.mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "config"))
-def _member_gradient(model, config, base, adapters, prefix, member):
+@functools.partial(jax.jit, static_argnames=("model", "optimizer"))
+def _fresh_state(model, optimizer, adapters):
+    state = TrainState(adapters, optimizer.init(adapters), jnp.int32(0), jnp.int32(0))
+    return jax.tree.map(jax.lax.with_sharding_constraint, state, _state_shardings(model, optimizer))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "objective", "max_len"))
+def _member_gradient(model, objective, max_len, base, adapters, prefix, member, temperature):
     def loss_of(adapters):
         logp, entropy = replay.member_logprobs(
             model,
@@ -220,7 +214,7 @@ def _member_gradient(model, config, base, adapters, prefix, member):
             member.inputs,
             member.targets,
             member.lengths,
-            config.temperature,
+            temperature,
             per_device=True,
         )
         loss, metrics = objectives.member_loss(
@@ -229,10 +223,10 @@ def _member_gradient(model, config, base, adapters, prefix, member):
             old_logp=member.old_logp,
             advantage=member.advantages,
             mask=member.mask,
-            config=config.objective,
+            config=objective,
             ref_logp=member.ref_logp,
             sampler_logp=member.sampler_logp,
-            max_len=config.max_new_tokens,
+            max_len=max_len,
         )
         return loss.sum, (loss, metrics)
 
@@ -266,7 +260,9 @@ def add_group(
     """
     for g in range(group.inputs.shape[0]):
         member = jax.tree.map(lambda x, g=g: x[g], group)
-        one = _member_gradient(model, config, base, adapters, prefix, member)
+        one = _member_gradient(
+            model, config.objective, config.max_new_tokens, base, adapters, prefix, member, config.temperature
+        )
         total = one if total is None else _add(total, one)
     return total
 
@@ -279,7 +275,7 @@ def _apply(model, optimizer, state, total):
     nonfinite = sum(jnp.sum(~jnp.isfinite(g)) for g in jax.tree.leaves(grads))
     finite = (nonfinite == 0) & jnp.isfinite(total.loss.sum)
     take = finite & (count > 0)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     # One NaN would reach every moment through the global norm, so the update sees zeros and is then discarded.
     safe = jax.tree.map(lambda g: jnp.where(take, g, 0.0), grads)
     updates, opt_state = optimizer.update(safe, state.opt_state, state.adapters)
@@ -310,41 +306,6 @@ def apply_update(
     return _apply(model, optimizer, state, total)
 
 
-def make_resident(
-    model: Model,
-    config: PolicyConfig,
-    base: Params,
-    base_fingerprint: UInt[Array, "2"],
-    state: TrainState,
-    tokens: np.ndarray,
-    held: Resident | None,
-    progress: Callable[[int], None] | None = None,
-) -> Resident:
-    """The captured prompt: the one held if it is this prompt and its weights are still the policy's, else a new one.
-
-    In `frozen` mode the prompt is captured without adapters, so it stays valid for ever.
-    """
-    adapters = None if config.mode == "frozen" else state.adapters
-    expected = freshness.weights_fingerprint(base_fingerprint, adapters)
-    if held is not None and np.array_equal(held.tokens, tokens):
-        try:
-            freshness.check_fresh(held.prefix, expected)
-            return held
-        except freshness.StalePrefixError:
-            pass
-    prefix = capture.capture(
-        model,
-        base,
-        adapters,
-        tokens[:-1],
-        chunk=config.chunk,
-        fingerprint=expected,
-        capacity=config.capacity,
-        progress=progress,
-    )
-    return Resident(tokens, jax.block_until_ready(prefix), int(state.step))
-
-
 class _Clock:
     """Seconds by phase; results are waited for, so that a phase pays for what it started."""
 
@@ -361,8 +322,7 @@ class _Clock:
 def _score_group(model, config, base, base_fingerprint, state, resident, samples, rewards):
     """A Group from sampled responses: advantages, masks, old and reference log-probabilities."""
     lengths, truncated = np.asarray(samples.lengths), np.asarray(samples.truncated)
-    tokens = np.asarray(samples.tokens)
-    responses = [tokens[g, : lengths[g]].tolist() for g in range(config.group)]
+    responses = _trimmed(samples)
     padded = replay.pad_length(config.max_new_tokens, model.devices)
     inputs, targets, _ = replay.member_inputs(int(resident.tokens[-1]), responses, padded)
     ids = jnp.zeros((config.group,), jnp.int32)
@@ -385,20 +345,31 @@ def _score_group(model, config, base, base_fingerprint, state, resident, samples
         # The reference is the base policy all through: its prompt is captured without adapters too.
         prefix = resident.prefix
         if config.mode != "frozen":
-            prefix = capture.capture(
-                model,
-                base,
-                None,
-                resident.tokens[:-1],
-                chunk=config.chunk,
-                fingerprint=freshness.weights_fingerprint(base_fingerprint, None),
-                capacity=config.capacity,
-            )
+            prefix = _resident(model, config, base, base_fingerprint, None, resident.tokens, None).prefix
         ref_logp, _ = replay.score(model, base, None, prefix, *batch)
     sampler_logp = np.zeros(inputs.shape, np.float32)
     sampler_logp[:, : config.max_new_tokens] = np.asarray(samples.logprobs)
     group = Group(inputs, targets, lengths, mask, advantages, old_logp, sampler_logp, ref_logp)
     return jax.tree.map(np.asarray, group), responses, truncated
+
+
+def _trimmed(samples: sampling.Samples) -> list[list[int]]:
+    return [row[:n].tolist() for row, n in zip(samples.tokens, samples.lengths, strict=True)]
+
+
+def _resident(model, config, base, base_fingerprint, adapters, tokens, held, step=0, progress=None):
+    return refresh.refresh(
+        model,
+        base,
+        base_fingerprint,
+        adapters,
+        tokens,
+        held,
+        chunk=config.chunk,
+        capacity=config.capacity,
+        step=step,
+        progress=progress,
+    )
 
 
 RewardCall = Callable[[int, list[list[int]]], tuple[np.ndarray, list[Any]]]
@@ -415,19 +386,20 @@ def transaction(
     reward: RewardCall,
     key: Key[Array, ""],
     *,
-    held: Resident | None = None,
+    held: refresh.Resident | None = None,
     progress: Callable[[int], None] | None = None,
-) -> tuple[TrainState, list[StepReport], Resident]:
+) -> tuple[TrainState, list[StepReport], refresh.Resident]:
     """One rollout of a group a prompt and `config.updates` optimizer steps on it.
 
     Prompts are taken one after the other, so that one prompt and one member's graph are on the devices at a time,
-    whatever their number. Their gradients add up to one step.
+    whatever their number. (With a KL term outside `frozen` mode the reference's own capture of the prompt joins it
+    while the group is scored.) Their gradients add up to one step.
 
     Args:
       prompts: token ids [S] of each prompt, the boundary token included.
       reward: (prompt number, responses) -> rewards [G] fp32 with NaN for unscorable, and events to log.
       key: of this transaction.
-      held: the prompt left on the devices by the transaction before.
+      held: the prompt left on the devices by the transaction before; used up, see refresh.py.
 
     Returns:
       The state, one report an optimizer step, and the prompt left on the devices.
@@ -441,9 +413,11 @@ def transaction(
         adapters = lora.per_device(state.adapters, model.mesh)
         for number, tokens in enumerate(prompts):
             with clock.phase("capture"):
-                if held is not None and not np.array_equal(held.tokens, tokens):
-                    held = None  # frees its pages before the next prompt's
-                held = make_resident(model, config, base, base_fingerprint, state, tokens, held, progress)
+                # A frozen prompt is the base policy's; otherwise every step makes a held one stale.
+                used = None if config.mode == "frozen" else state.adapters
+                held = _resident(
+                    model, config, base, base_fingerprint, used, tokens, held, int(state.step), progress
+                )
             age = max(age, int(state.step) - held.captured_at)
             if update == 0:
                 with clock.phase("sample"):
@@ -462,9 +436,7 @@ def transaction(
                     )
                     samples = jax.tree.map(np.asarray, samples)
                 with clock.phase("reward"):
-                    rewards, events = reward(
-                        number, [row[:n].tolist() for row, n in zip(samples.tokens, samples.lengths, strict=True)]
-                    )
+                    rewards, events = reward(number, _trimmed(samples))
                 with clock.phase("score"):
                     group, responses, truncated = _score_group(
                         model, config, base, base_fingerprint, state, held, samples, rewards
@@ -494,6 +466,7 @@ def transaction(
                 metrics,
                 clock.seconds,
                 age,
+                fingerprint.tree_fingerprint(state.adapters),
             )
         )
         clock = _Clock()

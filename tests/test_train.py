@@ -1,0 +1,420 @@
+"""The transaction: sums over members, what a step leaves untouched, which prompt state and reference it uses."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_jobs
+
+from longstraw_jax import fingerprint, lora, replay, train
+from longstraw_jax.prefix import freshness, refresh
+from longstraw_jax.prefix.capture import capture
+from longstraw_jax.rl.objectives import GRPOConfig
+
+G, T = 4, 8
+# Three objectives, because each is a program of its own.
+PLAIN = GRPOConfig()
+NO_SIGNAL_OUT = GRPOConfig(beta=0.04, aggregation="sequence_mean", zero_variance_kl=False)
+TRUNCATED_OUT = GRPOConfig(beta=0.04, aggregation="fixed_length", mask_truncated=True)
+
+
+@functools.cache
+def job():
+    return tiny_jobs.job(**{"reward.functions": ("exact_match",)})
+
+
+@functools.cache
+def base_words():
+    return jax.jit(fingerprint.device_fingerprint)(job().base)
+
+
+def optimizer():
+    return train.make_optimizer(job().optimizer)
+
+
+def policy(**changes):
+    return dataclasses.replace(job().policy, **changes)
+
+
+def fresh_state(seed=0):
+    return train.init_state(job().model, optimizer(), seed)
+
+
+@functools.cache
+def trained_state():
+    """After two steps: B of every target has left zero."""
+    state, _, _ = steps(fresh_state(), 2)
+    return state
+
+
+def prompt(row=0):
+    return job().build(job().dataset.rows[row]["prompt"])
+
+
+def byte_means(number, responses):
+    return np.asarray([np.mean(ids) / 288 for ids in responses], np.float32), []
+
+
+def transact(state, *, prompts=None, reward=byte_means, seed=0, held=None, **changes):
+    return train.transaction(
+        job().model,
+        policy(**changes),
+        optimizer(),
+        job().base,
+        base_words(),
+        state,
+        [prompt()] if prompts is None else prompts,
+        reward,
+        jax.random.key(seed),
+        held=held,
+    )
+
+
+def steps(state, count, **changes):
+    reports, held = [], None
+    for seed in range(count):
+        state, more, held = transact(state, seed=seed, held=held, **changes)
+        reports += more
+    return state, reports, held
+
+
+@functools.cache
+def prefix(adapted=True):
+    adapters = trained_state().adapters if adapted else None
+    words = freshness.weights_fingerprint(base_words(), adapters)
+    return capture(
+        job().model,
+        job().base,
+        adapters,
+        prompt()[:-1],
+        chunk=job().policy.chunk,
+        fingerprint=words,
+        capacity=job().policy.capacity,
+    )
+
+
+def group(lengths=(T, 3, 5, 1), advantages=(1.3, -0.2, -1.4, 0.3), seed=0):
+    """Responses of several lengths, with a behaviour policy far enough away for clipping to act."""
+    rng = np.random.default_rng(seed)
+    responses = [rng.integers(0, 256, n).tolist() for n in lengths]
+    inputs, targets, lengths = replay.member_inputs(int(prompt()[-1]), responses, T)
+    batch = (inputs, targets, lengths, 1.0)
+    now, _ = replay.score(job().model, job().base, trained_state().adapters, prefix(), *batch)
+    reference, _ = replay.score(job().model, job().base, None, prefix(False), *batch)
+    old = np.asarray(now) + 0.3 * rng.standard_normal(now.shape).astype(np.float32)
+    mask = np.arange(T) < lengths[:, None]
+    values = (inputs, targets, lengths, mask, np.asarray(advantages, np.float32), old, old)
+    return train.Group(*values, ref_logp=np.asarray(reference))
+
+
+def rows(whole, order):
+    return jax.tree.map(lambda x: x[np.asarray(order)], whole)
+
+
+def total_of(parts, objective, state=None):
+    """Replays groups one after the other into one total."""
+    if objective.beta == 0:
+        parts = [dataclasses.replace(part, ref_logp=None) for part in parts]
+    used = lora.per_device((state or trained_state()).adapters, None)
+    total = None
+    for part in parts:
+        config = policy(objective=objective)
+        total = train.add_group(job().model, config, job().base, used, prefix(), part, total)
+    return total
+
+
+def apply(total, state=None):
+    return train.apply_update(job().model, optimizer(), state or trained_state(), total)
+
+
+def same_bits(a, b):
+    return fingerprint.tree_fingerprint(a) == fingerprint.tree_fingerprint(b)
+
+
+def distance(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.abs(x - y).max()) for x, y in pairs)
+
+
+def moments(state):
+    return (state.adapters, state.opt_state)
+
+
+@pytest.mark.parametrize("objective", [PLAIN, NO_SIGNAL_OUT, TRUNCATED_OUT], ids=lambda o: o.aggregation)
+def test_d1_the_step_is_the_same_for_any_order_and_any_grouping_of_members(objective):
+    whole = group()
+    want = total_of([whole], objective)
+    assert float(want.loss.count) == {"token_mean": 17, "sequence_mean": 4, "fixed_length": 32}[objective.aggregation]
+    stepped, info = apply(want)
+    assert info["taken"] and float(want.metrics.sums["clip_ratio/high"].sum) > 0
+    for parts in ([[3, 1, 0, 2]], [[0, 1], [2, 3]], [[2], [0], [3], [1]]):
+        found = total_of([rows(whole, part) for part in parts], objective)
+        assert float(found.loss.count) == float(want.loss.count)
+        np.testing.assert_allclose(float(found.loss.sum), float(want.loss.sum), rtol=1e-6, atol=1e-6)
+        largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(want.grads))
+        assert distance(found.grads, want.grads) < 1e-6 * largest
+        again, _ = apply(found)
+        assert distance(again.opt_state, stepped.opt_state) < 1e-6
+
+
+def test_d1_the_token_mean_is_over_all_tokens_and_not_a_mean_of_means():
+    """Two members of 8 and 1 tokens: the long one has 8 / 9 of the weight."""
+    pair = rows(group(), [0, 3])
+    alone = [total_of([rows(pair, [i])], PLAIN) for i in range(2)]
+    both = total_of([pair], PLAIN)
+    sums = [float(one.loss.sum) for one in alone]
+    assert float(both.loss.sum / both.loss.count) == pytest.approx(sum(sums) / 9, rel=1e-5)
+    assert abs(sum(sums) / 9 - (sums[0] / 8 + sums[1]) / 2) > 1e-3
+
+
+def test_d2_an_empty_member_adds_nothing_to_sum_or_count():
+    whole = group()
+    nothing = dataclasses.replace(rows(whole, [1]), mask=np.zeros((1, T), bool))
+    want, found = total_of([whole], PLAIN), total_of([nothing, whole, nothing], PLAIN)
+    assert same_bits(found.grads, want.grads) and same_bits(found.loss, want.loss)
+
+
+def test_one_member_is_alive_at_a_time():
+    """One program serves every group size, and a larger group leaves no more on the device."""
+
+    def live():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    whole, sizes = group(), []
+    total_of([rows(whole, [0])], PLAIN)
+    programs = train._member_gradient._cache_size()
+    for order in ([0, 1], [0, 1, 2, 3], [0, 1, 2, 3] * 4):
+        before = live()
+        total = jax.block_until_ready(total_of([rows(whole, order)], PLAIN))
+        sizes.append(live() - before)
+        del total
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+    assert train._member_gradient._cache_size() == programs
+
+
+@pytest.mark.parametrize("nothing", ["masked", "of length 0"])
+def test_b7_nothing_to_train_on_skips_the_step_and_its_weight_decay(nothing):
+    whole = group() if nothing == "masked" else group(lengths=(0, 0, 0, 0))
+    whole = dataclasses.replace(whole, mask=np.zeros((G, T), bool))
+    total = total_of([whole], PLAIN)
+    assert float(total.loss.sum) == 0 and all(not g.any() for g in jax.tree.leaves(total.grads))
+    state, info = apply(total)
+    assert job().optimizer.weight_decay > 0 and not info["taken"] and info["finite"]
+    assert same_bits(moments(state), moments(trained_state()))
+    assert int(state.skipped) == int(trained_state().skipped) + 1 and int(state.step) == int(trained_state().step) + 1
+
+
+def test_b7_truncation_masking_of_every_response_is_skipped_and_said():
+    state, reports, _ = transact(trained_state(), objective=TRUNCATED_OUT, eos_ids=())
+    (report,) = reports
+    assert report.skip_reason == "nothing to train on" and report.loss_count == 0 and report.loss_sum == 0
+    assert all(truncated for truncated in report.rollouts[0].truncated)
+    assert all(np.isfinite(value) for value in report.metrics.values())
+    assert same_bits(moments(state), moments(trained_state())) and int(state.skipped) == 1
+
+
+def test_d4_a_non_finite_gradient_skips_the_step_and_the_next_one_is_as_if_nothing_happened():
+    good = total_of([group()], PLAIN)
+    leaves, structure = jax.tree.flatten(good.grads)
+    leaves[3] = leaves[3].at[(0,) * leaves[3].ndim].set(jnp.nan)
+    bad = dataclasses.replace(good, grads=jax.tree.unflatten(structure, leaves))
+    state, info = apply(bad)
+    assert int(info["nonfinite"]) == 1 and not info["finite"] and not info["taken"]
+    assert same_bits(moments(state), moments(trained_state())) and int(state.skipped) == 1
+    after, info = apply(good, state)
+    assert info["taken"] and int(after.skipped) == 1
+    assert same_bits(moments(after), moments(apply(good)[0]))
+
+
+def test_d4_a_loss_that_is_not_finite_is_skipped_too():
+    total = total_of([group(advantages=(1, -1, np.nan, 0))], PLAIN)
+    state, info = apply(total)
+    assert not info["taken"] and same_bits(moments(state), moments(trained_state()))
+
+
+def test_d4_a_reward_of_nan_is_no_gradient_but_an_unscorable_response():
+    def half_scored(number, responses):
+        return np.asarray([0.0, np.nan, 1.0, np.nan], np.float32), []
+
+    _, (report,), _ = transact(trained_state(), reward=half_scored)
+    assert report.skip_reason is None and report.rollouts[0].advantages[[1, 3]].tolist() == [0, 0]
+
+
+def test_g1_g3_every_target_moves_and_the_base_does_not():
+    before = fingerprint.tree_fingerprint(job().base)
+    state, start = trained_state(), fresh_state()
+    moved = {}
+    for site in lora.sites(job().model.config, job().model.lora):
+        new, old = state.adapters, start.adapters
+        for key in site.path:
+            new, old = new[key], old[key]
+        b, rank = np.asarray(new["b"]), site.rank
+        assert not np.asarray(old["b"]).any()
+        if site.routed:  # of experts, those that a response visited
+            visited = b.reshape(-1, rank * b.shape[-1]).any(-1)
+            assert visited.sum() >= job().model.config.num_experts_per_tok, site.path
+        else:
+            assert b.any(), site.path
+        moved[site.target] = True
+    assert set(moved) == set(tiny_jobs.config().lora)
+    assert fingerprint.tree_fingerprint(job().base) == before == job().base_sha
+
+
+def test_c3_the_first_update_is_on_policy():
+    """Trainer against itself, and against the sampler, whose decode is another program."""
+    _, (report,), _ = transact(trained_state())
+    assert report.metrics["max_abs_log_ratio"] < 1e-5
+    assert report.metrics["sampling/max_abs_log_ratio"] < 1e-5
+    assert report.metrics["ratio/mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_c1_c3_also_at_another_temperature():
+    _, (report,), _ = transact(trained_state(), temperature=0.6)
+    assert report.metrics["sampling/max_abs_log_ratio"] < 1e-5 and report.metrics["max_abs_log_ratio"] < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["detached", "frozen"])
+def test_j1_a_second_update_has_a_ratio_and_the_prompt_state_of_its_own_weights(mode):
+    start = trained_state()
+    state, (first, second), held = transact(start, updates=2, mode=mode)
+    assert first.metrics["max_abs_log_ratio"] < 1e-5 < 1e-3 < second.metrics["max_abs_log_ratio"]
+    assert int(state.step) == int(start.step) + 2
+    assert second.adapter_fingerprint == fingerprint.tree_fingerprint(state.adapters) != first.adapter_fingerprint
+    assert first.prefix_age == 0 and second.prefix_age == (0 if mode == "detached" else 1)
+    assert held.captured_at == int(start.step) + (1 if mode == "detached" else 0)
+    assert "capture" in second.seconds and "sample" not in second.seconds
+
+
+def test_j1_a_held_prompt_of_other_adapters_is_freed_and_never_used():
+    other, _, stale = transact(fresh_state(seed=5))
+    want, (report,), _ = transact(trained_state())
+    found, (again,), held = transact(trained_state(), held=stale)
+    assert held is not stale and stale.prefix.latents[0].is_deleted() and not held.prefix.latents[0].is_deleted()
+    assert again.adapter_fingerprint == report.adapter_fingerprint and same_bits(found, want)
+
+
+def test_j1_a_frozen_prompt_is_kept_and_another_prompt_takes_its_place():
+    state, _, first = transact(fresh_state(), mode="frozen")
+    state, (report,), second = transact(state, mode="frozen", held=first)
+    assert second is first and report.prefix_age == 1
+    _, (report,), third = transact(state, mode="frozen", held=second, prompts=[prompt(1)])
+    assert third is not second and report.prefix_age == 0 and second.prefix.latents[0].is_deleted()
+
+
+def test_a_skipped_step_leaves_the_held_prompt_valid():
+    """The weights are the same, so a detached prompt is not captured again; its age says so."""
+    state, _, held = transact(trained_state(), objective=TRUNCATED_OUT, eos_ids=())
+    _, (report,), kept = transact(state, held=held)
+    assert kept is held and report.prefix_age == 1
+
+
+@pytest.mark.parametrize("mode", ["detached", "frozen"])
+def test_c5_c6_the_reference_is_the_base_with_a_prompt_of_its_own(mode):
+    """KL is 0 at the first step, then what an adapter-off pass over an adapter-off prompt says."""
+    _, (first,), _ = transact(fresh_state(), objective=NO_SIGNAL_OUT, mode=mode)
+    assert first.metrics["kl"] == 0
+    _, (report,), held = transact(trained_state(), objective=NO_SIGNAL_OUT, mode=mode)
+    inputs, targets, lengths = replay.member_inputs(int(prompt()[-1]), report.rollouts[0].responses, T)
+    batch = (inputs, targets, lengths, 1.0)
+    # The held prompt is one step behind the new adapters: it is the policy's that sampled.
+    now, _ = replay.score(job().model, job().base, trained_state().adapters, held.prefix, *batch)
+    reference, _ = replay.score(job().model, job().base, None, prefix(False), *batch)
+    gap = np.asarray(reference - now)[np.arange(T) < lengths[:, None]]
+    assert report.metrics["kl"] == pytest.approx(np.mean(np.expm1(gap) - gap), rel=1e-3)
+    assert report.metrics["kl"] > 1e-4
+
+
+def test_c5_without_beta_there_is_no_reference():
+    _, (report,), _ = transact(trained_state())
+    assert "kl" not in report.metrics
+
+
+def test_c5_the_reference_outlives_training():
+    """Not the adapters of the step before: KL grows away from the base."""
+    _, reports, _ = steps(fresh_state(), 3, objective=NO_SIGNAL_OUT)
+    kl = [report.metrics["kl"] for report in reports]
+    assert kl[0] == 0 and 0 < kl[1] < kl[2]
+
+
+def test_a2_a_group_without_signal_can_be_left_out_of_the_kl_term_and_the_count():
+    """A mixed group and one of equal rewards, whose advantages are exactly 0."""
+
+    def mixed_then_equal(number, responses):
+        return np.asarray([1, 0, 0, 1] if number == 0 else [0.35] * G, np.float32), []
+
+    def run(prompts):
+        return transact(trained_state(), reward=mixed_then_equal, objective=NO_SIGNAL_OUT, prompts=prompts)
+
+    (alone, (first,), _), (both, (second,), _) = run([prompt()]), run([prompt(), prompt(1)])
+    assert second.rollouts[1].advantages.tolist() == [0.0] * G
+    assert second.loss_count == first.loss_count and same_bits(moments(both), moments(alone))
+
+
+def test_a2_a_group_without_signal_that_stays_is_pulled_to_the_reference():
+    total = total_of([group(advantages=(0, 0, 0, 0))], NO_SIGNAL_OUT)
+    assert float(total.loss.count) == G and any(g.any() for g in jax.tree.leaves(total.grads))
+
+
+def test_a2_a_group_without_signal_has_no_policy_gradient():
+    _, (report,), _ = transact(trained_state(), reward=lambda number, responses: (np.full(G, 0.1, np.float32), []))
+    assert report.loss_sum == 0 and report.grad_norm == 0 and report.loss_count > 0 and report.skip_reason is None
+
+
+def test_a3_each_prompt_has_a_baseline_of_its_own():
+    rewards = np.asarray([[1, 1, 1, 0], [0, 0, 0, 1]], np.float32)
+
+    def run(order):
+        asked = [prompt(row) for row in order]
+        return transact(trained_state(), prompts=asked, reward=lambda n, _: (rewards[order[n]], []))[1][0].rollouts
+
+    for order in ([0, 1], [1, 0]):
+        for row, rollout in zip(order, run(order), strict=True):
+            centred = rewards[row] - rewards[row].mean()
+            np.testing.assert_allclose(rollout.advantages, centred / rewards[row].std(ddof=1), rtol=1e-5)
+
+
+def test_a_transaction_is_a_function_of_its_key():
+    first, second = transact(trained_state()), transact(trained_state())
+    assert same_bits(first[0], second[0])
+    assert transact(trained_state(), seed=1)[1][0].rollouts[0].responses != first[1][0].rollouts[0].responses
+
+
+def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
+    adapters, words = trained_state().adapters, base_words()
+    options = {"chunk": job().policy.chunk, "capacity": job().policy.capacity}
+
+    def ask(adapters, tokens, held, step):
+        return refresh.refresh(job().model, job().base, words, adapters, tokens, held, step=step, **options)
+
+    held = ask(adapters, prompt(), None, 4)
+    assert held.captured_at == 4 and ask(adapters, prompt(), held, 7) is held
+    new = ask(fresh_state().adapters, prompt(), held, 7)
+    assert new.captured_at == 7 and held.prefix.index_keys[0].is_deleted()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"mode": "exact"}, "mode='exact' is not implemented yet; accepted: 'frozen' or 'detached'"),
+        ({"mode": "thawed"}, "mode='thawed'; accepted: 'frozen' or 'detached'"),
+        ({"group": 1}, "1; accepted: an integer of at least 2"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0; accepted: at least 1"),
+        ({"chunk": 0}, "chunk=0; accepted: at least 1"),
+        ({"updates": 0}, "updates=0; accepted: at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0; accepted: above 0"),
+        ({"top_p": 0.0}, "top_p=0.0; accepted: above 0, at most 1"),
+    ],
+)
+def test_a_policy_out_of_range_is_refused_by_name(changes, said):
+    with pytest.raises(ValueError) as error:
+        train.PolicyConfig(**{"eos_ids": (1,), "capacity": 8} | changes)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"])
+def test_an_optimizer_out_of_range_is_refused_by_name(field):
+    with pytest.raises(ValueError, match=rf"optimizer\.{field}=-0.5; accepted: "):
+        train.OptimizerConfig(**{field: -0.5})

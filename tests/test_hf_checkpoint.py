@@ -71,7 +71,7 @@ def test_each_tensor_lands_where_the_model_reads_it(tmp_path):
     tensors = random_tensors(RAW)
     _, base = hf_checkpoint.load(write_folder(tmp_path, RAW, tensors))
     layers = [base["segments"][s]["layers"] for s in (0, 1)]
-    second, dense, moe = layers[0][0], layers[1][0], layers[1][2]
+    second, dense, moe = layers[0][0], layers[1][0], layers[1][1]
     shared = moe["mlp"]["shared_experts"]
     for found, name in (
         (base["embed_tokens"]["weight"], "model.embed_tokens.weight"),
@@ -80,10 +80,10 @@ def test_each_tensor_lands_where_the_model_reads_it(tmp_path):
         (second["self_attn"]["q_a_proj"]["weight"][1].T, "model.layers.1.self_attn.q_a_proj.weight"),
         (second["self_attn"]["indexer"]["k_norm"]["bias"][0], "model.layers.0.self_attn.indexer.k_norm.bias"),
         (dense["mlp"]["down_proj"]["weight"][0].T, "model.layers.2.mlp.down_proj.weight"),
-        (moe["mlp"]["gate"]["weight"][0].T, "model.layers.4.mlp.gate.weight"),
-        (moe["mlp"]["gate"]["e_score_correction_bias"][0], BIAS),
-        (moe["mlp"]["experts"]["up_proj"][0, 7].T, "model.layers.4.mlp.experts.7.up_proj.weight"),
-        (shared["up_proj"]["weight"][0].T, "model.layers.4.mlp.shared_experts.up_proj.weight"),
+        (moe["mlp"]["gate"]["weight"][1].T, "model.layers.4.mlp.gate.weight"),
+        (moe["mlp"]["gate"]["e_score_correction_bias"][1], BIAS),
+        (moe["mlp"]["experts"]["up_proj"][1, 7].T, "model.layers.4.mlp.experts.7.up_proj.weight"),
+        (shared["up_proj"]["weight"][1].T, "model.layers.4.mlp.shared_experts.up_proj.weight"),
     ):
         np.testing.assert_array_equal(np.asarray(found), tensors[name], err_msg=name)
 
@@ -129,8 +129,8 @@ def test_e1_correction_bias_is_fp32_through_load_cast_and_save(tmp_path):
     tensors[BIAS] = np.random.default_rng(1).uniform(6.817, 7.063, 32).astype(np.float32)
     for kwargs in ({}, {"dtype": "float16"}):
         config, base = hf_checkpoint.load(write_folder(tmp_path / "in", raw, tensors), **kwargs)
-        bias = base["segments"][1]["layers"][2]["mlp"]["gate"]["e_score_correction_bias"]
-        assert bias.dtype == np.float32 and np.asarray(bias[0]).tobytes() == tensors[BIAS].tobytes()
+        bias = base["segments"][1]["layers"][1]["mlp"]["gate"]["e_score_correction_bias"]
+        assert bias.dtype == np.float32 and np.asarray(bias[1]).tobytes() == tensors[BIAS].tobytes()
         hf_checkpoint.save(tmp_path / "out", raw | {"dtype": config.dtype}, base)
         assert _folder_tensors(tmp_path / "out")[BIAS].tobytes() == tensors[BIAS].tobytes()
 

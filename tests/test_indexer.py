@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from tiny_models import tiny_config
+from tiny_models import filled, tiny_config
 
 from longstraw_jax.model import rope
 from longstraw_jax.model.indexer import Indexer
@@ -16,16 +15,14 @@ CONFIG = tiny_config(index_topk=K)
 
 
 def build(config=CONFIG, dtype=jnp.float32):
-    module = Indexer(config, stack=None, dtype=dtype, rngs=nnx.Rngs(0))
+    module = filled(Indexer(config, stack=None, dtype=dtype))
     bias = 0.5 * jax.random.normal(jax.random.key(1), module.k_norm.bias[...].shape)
     module.k_norm.bias[...] = bias.astype(dtype)
     return module
 
 
 def inputs(dtype=jnp.float32):
-    h, qr = (
-        jax.random.normal(jax.random.key(i), (1, TOKENS, n)).astype(dtype) for i, n in ((2, 32), (3, 20))
-    )
+    h, qr = (jax.random.normal(jax.random.key(i), (1, TOKENS, n)).astype(dtype) for i, n in ((2, 32), (3, 20)))
     return h, qr, *rope.cos_sin(jnp.arange(TOKENS)[None], CONFIG.rope_parameters, CONFIG.qk_rope_head_dim)
 
 
@@ -101,9 +98,7 @@ def test_f4_every_query_sees_itself_first_and_never_the_future():
 def test_weights_are_fp32_in_a_bf16_model():
     """Rounding them before the scale flips near-tied selections."""
     module = build(dtype=jnp.bfloat16)
-    assert (
-        module.weights_proj.weight[...].dtype == jnp.float32 and module.wk.weight[...].dtype == jnp.bfloat16
-    )
+    assert module.weights_proj.weight[...].dtype == jnp.float32 and module.wk.weight[...].dtype == jnp.bfloat16
     h, qr, cos, sin = inputs(jnp.bfloat16)
     q, w, k = module(h, qr, cos, sin)
     assert (q.dtype, w.dtype, k.dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from tiny_models import tiny_config, tiny_ids, tiny_params
+from tiny_models import filled, tiny_config, tiny_ids, tiny_params
 
 from longstraw_jax import forward
 from longstraw_jax.model import decoder, rope
@@ -21,7 +20,7 @@ TOKENS = 7
 
 
 def build(config=CONFIG):
-    return MLA(config, "shared", stack=None, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return filled(MLA(config, "shared", stack=None, dtype=jnp.float32))
 
 
 def projected(module, pairs):
@@ -86,12 +85,8 @@ def test_latent_is_the_normed_kv_then_the_rotated_key():
     c = np.asarray(h @ module.kv_a_proj_with_mqa.weight[...], np.float64)
     norm = c[..., :12] / np.sqrt((c[..., :12] ** 2).mean(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(latent[..., :12], norm, atol=1e-5)
-    np.testing.assert_allclose(
-        latent[:, 0, 12:], np.concatenate([c[:, 0, 12::2], c[:, 0, 13::2]], -1), atol=1e-5
-    )
-    np.testing.assert_allclose(
-        jnp.mean(qr**2, -1), 1, atol=1e-3
-    )  # the query latent is normed: it feeds the indexer
+    np.testing.assert_allclose(latent[:, 0, 12:], np.concatenate([c[:, 0, 12::2], c[:, 0, 13::2]], -1), atol=1e-5)
+    np.testing.assert_allclose(jnp.mean(qr**2, -1), 1, atol=1e-3)  # the query latent is normed: it feeds the indexer
 
 
 def test_latent_norms_take_rms_norm_eps_unless_overridden():
@@ -102,20 +97,18 @@ def test_latent_norms_take_rms_norm_eps_unless_overridden():
     assert eps(CONFIG) == (1e-5, 1e-5)
     assert eps(dataclasses.replace(CONFIG, latent_norm_eps=1e-6)) == (1e-6, 1e-6)
     changed = dataclasses.replace(CONFIG, latent_norm_eps=1e-6)
-    block = Block(changed, ("shared", "dense"), stack=None, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    block = filled(Block(changed, ("shared", "dense"), stack=None, dtype=jnp.float32))
     assert block.input_layernorm.eps == block.post_attention_layernorm.eps == 1e-5
 
 
 def test_norms_have_fp32_statistics():
     x = jnp.asarray([[3e2, 3e2, 1e-3, 0]], jnp.bfloat16) + jnp.zeros((2, 4), jnp.bfloat16)
     for kind in (RMSNorm, LayerNorm):
-        module = kind(4, 1e-5, stack=None, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        exact = kind(4, 1e-5, stack=None, dtype=jnp.float32, rngs=nnx.Rngs(0))(x.astype(jnp.float32))
+        module = filled(kind(4, 1e-5, stack=None, dtype=jnp.bfloat16))
+        exact = filled(kind(4, 1e-5, stack=None, dtype=jnp.float32))(x.astype(jnp.float32))
         assert module(x).dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(module(x)), np.asarray(exact.astype(jnp.bfloat16)))
-    assert np.isfinite(
-        RMSNorm(4, 1e-5, stack=None, dtype=jnp.float32, rngs=nnx.Rngs(0))(jnp.zeros((1, 4)))
-    ).all()
+    assert np.isfinite(filled(RMSNorm(4, 1e-5, stack=None, dtype=jnp.float32))(jnp.zeros((1, 4)))).all()
 
 
 def test_both_forms_give_one_model():

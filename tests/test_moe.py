@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from tiny_models import tiny_config
+from tiny_models import filled, tiny_config
 
 from longstraw_jax import parallel, sharding
 from longstraw_jax.model import decoder
@@ -18,7 +18,7 @@ CONFIG = tiny_config()
 
 
 def router(config, bias=None, weight=None):
-    module = Router(config, stack=None, rngs=nnx.Rngs(0))
+    module = filled(Router(config, stack=None))
     if bias is not None:
         module.e_score_correction_bias[...] = jnp.asarray(bias, jnp.float32)
     if weight is not None:
@@ -170,11 +170,7 @@ def test_e5_no_token_is_dropped_at_any_imbalance(routing, devices):
 
 
 def test_shared_experts_are_one_wide_ungated_mlp():
-    two = MoE(
-        dataclasses.replace(CONFIG, n_shared_experts=2), stack=None, dtype=jnp.float32, rngs=nnx.Rngs(0)
-    )
+    two = filled(MoE(dataclasses.replace(CONFIG, n_shared_experts=2), stack=None, dtype=jnp.float32))
     assert two.shared_experts.gate_proj.weight[...].shape == (32, 2 * CONFIG.moe_intermediate_size)
-    none = MoE(
-        dataclasses.replace(CONFIG, n_shared_experts=0), stack=None, dtype=jnp.float32, rngs=nnx.Rngs(0)
-    )
+    none = filled(MoE(dataclasses.replace(CONFIG, n_shared_experts=0), stack=None, dtype=jnp.float32))
     assert not hasattr(none, "shared_experts")

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from longstraw_jax.config import ModelConfig, model_config_from_hf
 from longstraw_jax.model import decoder
@@ -58,6 +59,17 @@ def tiny_params(config: ModelConfig, seed: int = 0) -> Params:
         return jnp.asarray(value, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, decoder.param_shapes(config))
+
+
+def filled(module: nnx.Module, seed: int = 0) -> nnx.Module:
+    """The module with the parameters it declares drawn at random as they say."""
+    rng = np.random.default_rng(seed)
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        init = variable.get_metadata("init")
+        constant = {"ones": 1.0, "zeros": 0.0}.get(init)
+        value = init * rng.standard_normal(variable.shape) if constant is None else np.full(variable.shape, constant)
+        variable.set_value(jnp.asarray(value, variable.dtype))
+    return module
 
 
 def tiny_ids(config: ModelConfig, rows: int, tokens: int, seed: int = 0) -> jax.Array:

@@ -13,19 +13,19 @@ _SPEC.loader.exec_module(_GRPO)
 def get_config() -> ConfigDict:
     """Only what differs from grpo.py; demo.py fills in the checkpoint and the rows it makes."""
     config = _GRPO.get_config()
-    config.steps = 24
+    config.steps = 20
     config.mesh.devices = 32
     config.mesh.emulate = True
     config.data.document = "python"
     config.data.prompt_tokens = 16_384
     config.grpo.mode = "frozen"  # one capture serves every step
     config.grpo.group = 8
-    config.grpo.max_new_tokens = 32
+    config.grpo.max_new_tokens = 16
     config.capture.chunk = 2048
     config.reward.functions = ("digit_share",)
     for target in config.lora:
         config.lora[target].rank = 4
         config.lora[target].alpha = 8.0
-    config.optimizer.learning_rate = 2e-2
-    config.checkpoint.every = 8
+    config.optimizer.learning_rate = 3e-2
+    config.checkpoint.every = 10
     return config

@@ -1,5 +1,6 @@
 """A tiny checkpoint, rows and configuration of the main job; equal shapes, so that all tests share its programs."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -7,6 +8,8 @@ import pathlib
 import sys
 import tempfile
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
@@ -24,6 +27,7 @@ RAW = make_tiny_checkpoint.CONFIG | {
     "max_position_embeddings": 256,
 }
 _FOLDER = tempfile.TemporaryDirectory(prefix="tiny_jobs_")
+CACHE = pathlib.Path(_FOLDER.name) / "programs"
 
 
 def defaults() -> ConfigDict:
@@ -85,3 +89,38 @@ def config(**changes) -> ConfigDict:
 
 def job(**changes) -> train_grpo.Job:
     return train_grpo.load_job(config(**changes))
+
+
+def write_config(path: pathlib.Path, made: ConfigDict) -> pathlib.Path:
+    """A configuration as a file for --config."""
+    path.with_suffix(".json").write_text(made.to_json())
+    path.write_text(
+        "import json, pathlib\n"
+        "from ml_collections import ConfigDict\n\n\n"
+        "def get_config():\n"
+        "    text = pathlib.Path(__file__).with_suffix('.json').read_text()\n"
+        "    return ConfigDict(json.loads(text, object_hook=lambda d: {\n"
+        "        k: tuple(v) if isinstance(v, list) else v for k, v in d.items()\n"
+        "    }))\n"
+    )
+    return path
+
+
+def leaves(made: ConfigDict, name: str = "") -> dict[str, object]:
+    """Dotted name -> value of every field."""
+    found: dict[str, object] = {}
+    for key, value in made.items():
+        found |= leaves(value, f"{name}{key}.") if isinstance(value, ConfigDict) else {name + key: value}
+    return found
+
+
+@contextlib.contextmanager
+def programs_on_disk():
+    """Keeps what compiles meanwhile in a folder that other processes can read."""
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(CACHE))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()

@@ -1,0 +1,238 @@
+"""The main job: resumes bit for bit, refuses what is not its own, says what is wrong with its input."""
+
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny_jobs
+import train_grpo
+
+from longstraw_jax import fingerprint, lora, train
+from longstraw_jax.evidence import verify
+from longstraw_jax.io import adapter, checkpoint, metrics
+from longstraw_jax.rl import rewards
+
+TESTS = pathlib.Path(__file__).parent
+MAIN = tiny_jobs.EXPERIMENTS / "train_grpo.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs():
+    with tiny_jobs.programs_on_disk():
+        yield
+
+
+def read(folder):
+    """Step records without what a clock or the machine decides."""
+    steps = metrics.read_steps(folder / "steps.jsonl")
+    return [{k: v for k, v in step.items() if k not in ("seconds", "peak_bytes")} for step in steps]
+
+
+def adapter_bytes(folder):
+    return {path.name: path.read_bytes() for path in (folder / "adapter").iterdir()}
+
+
+def checkpoints(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def files(folder):
+    """Every file but TensorBoard's, which a run opens anew."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "tensorboard" not in path.parts
+    }
+
+
+def run(folder, **changes):
+    return train_grpo.run(tiny_jobs.config(**changes), folder)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """Six steps without interruption, with a reward that can be told to fail: folder, changes."""
+    folder = tmp_path_factory.mktemp("long")
+    rows = tiny_jobs.write_rows(folder / "rows.jsonl", folder=str(folder))
+    changes = {
+        "steps": 6,
+        "checkpoint.every": 3,
+        "data.paths": (str(rows),),
+        "reward.functions": ("tiny_rewards:fails_once",),
+    }
+    receipt = run(folder / "straight", **changes)
+    assert receipt["figures"]["steps"]["value"] == 6 and checkpoints(folder / "straight") == [3, 6]
+    return folder, changes
+
+
+def fail_at(folder, call):
+    (folder / "calls").unlink(missing_ok=True)
+    (folder / "fail_at").write_text(str(call))
+
+
+def same_run(found, want):
+    assert read(found) == read(want)
+    assert adapter_bytes(found) == adapter_bytes(want)
+
+
+def test_i1_c6_a_run_resumed_after_an_error_equals_one_without(long_run, tmp_path):
+    """Steps 4 and 5 are logged and lost with their adapters: they are done again, rows, keys and bits alike."""
+    folder, changes = long_run
+    fail_at(folder, 6)
+    with pytest.raises(rewards.RewardError, match="fails_once' failed, RuntimeError: the judge") as error:
+        run(tmp_path, **changes)
+    assert error.type.__mro__.index(ValueError) and not (tmp_path / "receipt.json").exists()
+    assert len(read(tmp_path)) == 5 and checkpoints(tmp_path) == [3]
+    run(tmp_path, **changes)
+    same_run(tmp_path, folder / "straight")
+    assert {row["row_ids"][0] for row in read(tmp_path)} == {0, 1, 2}
+
+
+def test_a_finished_run_run_again_changes_nothing_but_its_receipts_date(long_run):
+    folder, changes = long_run
+    before = files(folder / "straight")
+    run(folder / "straight", **changes)
+    after = files(folder / "straight")
+    assert {name for name in before if after[name] != before[name]} <= {"receipt.json"} and before.keys() == after.keys()
+    assert verify.main([str(folder / "straight")]) == 0
+
+
+def test_i1_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(long_run, tmp_path):
+    folder, changes = long_run
+    config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**changes))
+    command = [sys.executable, str(MAIN), f"--config={config}", f"--workdir={tmp_path / 'run'}"]
+    environment = os.environ | {
+        "PYTHONPATH": str(TESTS),
+        "JAX_NUM_CPU_DEVICES": "32",
+        "JAX_COMPILATION_CACHE_DIR": str(tiny_jobs.CACHE),
+    }
+    log = tmp_path / "run" / "steps.jsonl"
+
+    def lines():
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    for number in (1, 3):  # before the first checkpoint, and after it
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            start = lines()
+            while process.poll() is None and not (lines() != start and lines() >= number):
+                time.sleep(0.005)
+            time.sleep(random.uniform(0, 0.3))
+            process.kill()
+            said = process.stderr.read().decode()
+        assert process.returncode in (-signal.SIGKILL, 0), said
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"receipt: {tmp_path / 'run' / 'receipt.json'}"
+    same_run(tmp_path / "run", folder / "straight")
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_resumes(long_run, tmp_path):
+    """The limit on file sizes lets logs through and no arrays."""
+    folder, changes = long_run
+    fail_at(folder, 5)
+    with pytest.raises(rewards.RewardError):
+        run(tmp_path, **changes)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        with pytest.raises(checkpoint.CheckpointSaveError, match="step 3 still stands") as error:
+            run(tmp_path, **changes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(error.value, OSError) and checkpoints(tmp_path) == [3]
+    run(tmp_path, **changes)
+    same_run(tmp_path, folder / "straight")
+
+
+def test_another_configuration_is_refused_and_its_field_named(long_run):
+    folder, changes = long_run
+    before = files(folder / "straight")
+    for field, value, said in (
+        ("grpo.clip_high", 0.3, "config.grpo.clip_high = 0.28 there, 0.3 given"),
+        ("lora.q_a.rank", 4, "config.lora.q_a.rank = 2 there, 4 given"),
+    ):
+        with pytest.raises(ValueError) as error:
+            run(folder / "straight", **changes | {field: value})
+        assert said in str(error.value)
+    assert files(folder / "straight") == before
+
+
+def test_g5_adapters_of_another_rank_are_refused_with_both_values(long_run, tmp_path):
+    """Also where config.json was taken away."""
+    folder, changes = long_run
+    shutil.copytree(folder / "straight" / "checkpoints", tmp_path / "checkpoints")
+    with pytest.raises(checkpoint.CheckpointMismatchError, match="lora.q_a.rank: checkpoint has 2, this run has 4"):
+        run(tmp_path, **changes | {"lora.q_a.rank": 4})
+
+
+def test_i1_a_changed_dataset_is_refused(tmp_path):
+    rows = tiny_jobs.write_rows(tmp_path / "rows.jsonl")
+    changes = {"steps": 1, "data.paths": (str(rows),)}
+    run(tmp_path / "run", **changes)
+    before = files(tmp_path / "run")
+    rows.write_text(rows.read_text().replace("Digits", "Number"))
+    with pytest.raises(checkpoint.CheckpointMismatchError, match="another run: dataset: checkpoint has"):
+        run(tmp_path / "run", **changes)
+    assert files(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        ("hangs", "'tiny_rewards:hangs' was killed"),
+        ("too_few", "'tiny_rewards:too_few' returned 1 rewards; expected 4"),
+    ],
+)
+def test_a9_a_bad_reward_function_ends_the_run_by_name(function, said, tmp_path):
+    with pytest.raises(rewards.RewardError, match=said):
+        run(tmp_path, **{"reward.functions": (f"tiny_rewards:{function}",), "reward.timeout_s": 0.3})
+    assert read(tmp_path) == [] and not (tmp_path / "receipt.json").exists()
+
+
+def test_on_32_devices_the_first_step_is_that_of_one_device(tmp_path):
+    """Rows, responses' rewards and adapters; the learning rate is the default one, as Adam divides by the noise."""
+    changes = {"steps": 1, "optimizer.learning_rate": 1e-5, "reward.functions": ("tiny_rewards:mean_byte",)}
+    kept = {}
+    for devices in (1, 32):
+        run(tmp_path / str(devices), **changes | {"mesh.devices": devices})
+        job = tiny_jobs.job(**changes)
+        kept[devices] = adapter.import_peft(tmp_path / str(devices) / "adapter", job.model.config, job.model.lora)
+    one, many = (read(tmp_path / str(devices))[0] for devices in (1, 32))
+    for field in ("row_ids", "rewards", "response_lengths", "loss_count"):
+        assert one[field] == many[field]
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    for a, b in zip(jax.tree.leaves(kept[1]), jax.tree.leaves(kept[32]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_g1_what_trains_is_in_the_run_folder_and_its_receipt(long_run):
+    folder = long_run[0] / "straight"
+    table = json.loads((folder / "trainable.json").read_text())
+    assert {row["target"] for row in table} == set(tiny_jobs.config().lora)
+    artifacts = json.loads((folder / "receipt.json").read_text())["artifacts"]
+    assert {"path": "trainable.json", "kind": "report"}.items() <= next(
+        a for a in artifacts if a["path"] == "trainable.json"
+    ).items()
+
+
+def test_prompts_of_different_lengths_share_the_capacity_of_the_longest(long_run):
+    job = tiny_jobs.job()
+    sizes = [job.build(row["prompt"]).size for row in job.dataset.rows]
+    assert len(set(sizes)) == 3 and job.policy.capacity == max(sizes)
+    assert {row["prompt_tokens"][0] for row in read(long_run[0] / "straight")} == set(sizes)
+
+
+def test_h2_a_longer_range_is_opted_into():
+    job = tiny_jobs.job(**{"grpo.max_new_tokens": 300, "model.yarn_positions": 1024})
+    assert job.model.config.max_position_embeddings == 1024
+    assert job.model.config.rope_parameters.rope_type == "yarn"

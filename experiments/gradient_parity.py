@@ -61,22 +61,18 @@ def load_architecture(config: ConfigDict) -> config_lib.ModelConfig:
 
 def load_sides(
     config: ConfigDict, architecture: config_lib.ModelConfig, adapters: config_lib.LoraConfig
-) -> list[parity.Side]:
-    """The policy on the configured mesh and on one device."""
-    sides: list[parity.Side] = []
-    for devices in (config.mesh.devices, 1):
-        if sides and config.mesh.devices == 1:
-            return sides * 2
-        mesh = sharding.make_mesh(devices)
-        model = decoder.make_model(architecture, mesh=mesh, lora=adapters)
-        if config.model.checkpoint:
-            _, base = hf_checkpoint.load(pathlib.Path(config.model.checkpoint), architecture, mesh)
-        else:
-            base = decoder.init_params(architecture, config.seed, mesh=mesh)
-        seeded = sides[0].adapters if sides else parity.seeded_adapters(model, config.seed + ADAPTER_SEED)
-        placed = parity.place_adapters(model, jax.tree.map(np.asarray, seeded))
-        sides.append(parity.Side(model, base, placed))
-    return sides
+) -> tuple[parity.Side, parity.Side]:
+    """The policy on the configured mesh and on one device. Raises ShardingError for a mesh that does not fit."""
+    mesh = sharding.make_mesh(config.mesh.devices)
+    decoder.make_model(architecture, mesh=mesh, lora=adapters)  # refuses the mesh before anything is loaded
+    model = decoder.make_model(architecture, lora=adapters)
+    if config.model.checkpoint:
+        _, base = hf_checkpoint.load(pathlib.Path(config.model.checkpoint), architecture)
+    else:
+        base = decoder.init_params(architecture, config.seed)
+    seeded = parity.seeded_adapters(model, config.seed + ADAPTER_SEED)
+    single = parity.place(parity.Side(model, base, seeded), None)
+    return (single if mesh is None else parity.place(single, mesh)), single
 
 
 def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
@@ -86,8 +82,6 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
     if config.grpo.beta > 0:
         raise ValueError(f"grpo.beta={config.grpo.beta}; accepted: 0, as no reference is replayed here")
     train_grpo.set_devices(config)
-    # Of the CPU and GPU alike: parity in fp32 means fp32 products.
-    jax.config.update("jax_default_matmul_precision", "highest")
     architecture = load_architecture(config)
     lengths = response_lengths(config.grpo.max_new_tokens)
     architecture.check_length(tokens + max(lengths))
@@ -110,9 +104,10 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
     measured, problems, seconds = {}, [], {}
     for mode in modes:
         started = time.perf_counter()
-        measured[mode] = parity.measure_mode(
-            mode, wide, single, policy, optimizer, prompt, responses, config.seed + GROUP_SEED
-        )
+        with jax.default_matmul_precision("highest"):  # fp32 means fp32 products, on accelerators too
+            measured[mode] = parity.measure_mode(
+                mode, wide, single, policy, optimizer, prompt, responses, config.seed + GROUP_SEED
+            )
         seconds[mode] = round(time.perf_counter() - started, 2)
         for case, figures in measured[mode].items():
             problems += [f"{mode} {case}: {line}" for line in parity.case_problems(case, figures, tolerance)]
@@ -124,7 +119,7 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
         "code": receipt.describe_code(pathlib.Path(parity.__file__).resolve().parents[1]),
         "config": train_grpo.plain(config),
         "config_sha256": fingerprint.sha256_json(train_grpo.plain(config)),
-        "weights_fingerprint": fingerprint.tree_fingerprint(wide.base),
+        "weights_fingerprint": fingerprint.tree_fingerprint(single.base),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
@@ -172,32 +167,33 @@ def _table_line(mode, case, what, f, clipped):
     return LINE.format(mode, case, what, *numbers, sides, f"{clipped:.1%}" if what == "gradient" else "")
 
 
-def main(argv: list[str]) -> None:
-    values = flags.FLAGS
+def command(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Runs the command of parsed flags; its exit status."""
     try:
-        if len(argv) > 1 or values.config is None or values.tokens is None:
+        if arguments or values.config is None or values.tokens is None:
             raise ValueError(
-                f"arguments {argv[1:]}; accepted: --config=FILE --tokens=N --modes=MODES --out=FILE.json and "
+                f"arguments {arguments}; accepted: --config=FILE --tokens=N --modes=MODES --out=FILE.json and "
                 "--config.field=value"
             )
         result = run(values.config, values.tokens, parse_modes(values.modes))
+        if values.out:
+            write_whole(values.out, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    print("\n".join([*table(result["modes"]), *result["problems"]]))
-    print("pass" if result["passed"] else "FAIL")
-    if values.out:
-        write_whole(values.out, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
-    sys.exit(0 if result["passed"] else 1)
+        return 2
+    print("\n".join([*table(result["modes"]), *result["problems"], "pass" if result["passed"] else "FAIL"]))
+    return 0 if result["passed"] else 1
 
 
-def define_flags() -> None:
-    config_flags.DEFINE_config_file("config", None, "Configuration file, see experiments/configs/parity_tiny.py.")
-    flags.DEFINE_integer("tokens", None, "Tokens of the prompt.")
-    flags.DEFINE_string("modes", "frozen,detached", "Prefix-gradient modes to compare.")
-    flags.DEFINE_string("out", None, "File for the JSON receipt.")
+def define_flags(values: flags.FlagValues) -> None:
+    config_flags.DEFINE_config_file(
+        "config", None, "Configuration file, see experiments/configs/parity_tiny.py.", flag_values=values
+    )
+    flags.DEFINE_integer("tokens", None, "Tokens of the prompt.", flag_values=values)
+    flags.DEFINE_string("modes", "frozen,detached", "Prefix-gradient modes to compare.", flag_values=values)
+    flags.DEFINE_string("out", None, "File for the JSON receipt.", flag_values=values)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main, flags_parser=train_grpo.parse_flags)
+    define_flags(flags.FLAGS)
+    app.run(lambda argv: sys.exit(command(flags.FLAGS, argv[1:])), flags_parser=train_grpo.parse_flags)

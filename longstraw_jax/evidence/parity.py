@@ -16,9 +16,10 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax import forward, lora, replay, sharding, train
+from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture
 from longstraw_jax.rl import advantages, masks, objectives
-from longstraw_jax.types import Model, Params
+from longstraw_jax.types import Model, Params, PrefixState
 
 CASES = ("ratio_1", "clipping")
 REWARDS = (1.0, 0.0, 0.25)  # of the group: advantages of both signs, none of them zero
@@ -153,7 +154,7 @@ def tensor_targets(model: Model) -> dict[str, str]:
 
 
 def seeded_adapters(model: Model, seed: int) -> Params:
-    """Adapters away from their zero start, A drawn as always and B normal; host arrays, the same for every mesh."""
+    """Adapters away from their zero start, A drawn as always and B normal; on the host."""
     rng = np.random.default_rng(seed)
 
     def moved(path, x):
@@ -163,16 +164,24 @@ def seeded_adapters(model: Model, seed: int) -> Params:
     return jax.tree_util.tree_map_with_path(moved, lora.init_adapters(model.config, model.lora, seed))
 
 
-def place_adapters(model: Model, adapters: Params) -> Params:
-    """Host adapters where they rest on the model's mesh."""
-    specs = lora.adapter_specs(model.config, model.lora)
-    return jax.tree.map(lambda x, spec: jax.device_put(x, sharding.named(model.mesh, spec)), adapters, specs)
+def place(side: Side, mesh: jax.sharding.Mesh | None) -> Side:
+    """The same policy, bit for bit, on another mesh."""
+    config = side.model.config
+    model = decoder.make_model(config, mesh=mesh, lora=side.model.lora)
+
+    def put(tree, specs):
+        # By way of the host: resharding on devices compiles a program a shape.
+        return jax.tree.map(lambda x, spec: jax.device_put(np.asarray(x), sharding.named(mesh, spec)), tree, specs)
+
+    return Side(
+        model, put(side.base, decoder.param_specs(config)), put(side.adapters, lora.adapter_specs(config, model.lora))
+    )
 
 
 def make_groups(
     side: Side,
     config: train.PolicyConfig,
-    prefix: Any,
+    prefix: PrefixState,
     boundary: int,
     responses: Sequence[Sequence[int]],
     seed: int,
@@ -205,6 +214,21 @@ def make_groups(
         case: train.Group(inputs, targets, lengths, mask, advantage, old, old, None)
         for case, old in zip(CASES, (logp, np.where(mask, moved, 0.0)), strict=True)
     }
+
+
+def replay_gradient(
+    side: Side, config: train.PolicyConfig, prefix: PrefixState, group: train.Group
+) -> tuple[Params, train.Total]:
+    """The objective's gradient by replaying each member against the captured prompt, and the sums it comes from.
+
+    Returns:
+      Gradients of the mean loss, fp32 on the host, and what train.apply_update takes.
+    """
+    mesh = side.model.mesh
+    copies = lora.per_device(side.adapters, mesh)
+    total = train.add_group(side.model, config, side.base, copies, prefix, group, None)
+    grads, count = jax.device_get((lora.finalise(total.grads, mesh), total.loss.count))
+    return _divided(grads, count), total
 
 
 @functools.partial(jax.jit, static_argnames=("model", "config"))
@@ -247,16 +271,28 @@ def full_gradient(
       detach: tokens whose latents carry no gradient.
 
     Returns:
-      Gradients of the mean loss, fp32, and that loss.
+      Gradients of the mean loss, fp32 on the host, and that loss.
     """
     total, loss = None, objectives.LossSum(jnp.float32(0), jnp.float32(0))
     for g in range(group.inputs.shape[0]):
         member = jax.tree.map(lambda x, g=g: x[g], group)
         ids = np.concatenate([prompt, member.targets]).astype(np.int32)
         grads, one = _full_member(side.model, config, side.base, side.adapters, ids, member, gate, detach)
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        grads = jax.device_get(grads)
+        total = grads if total is None else jax.tree.map(np.add, total, grads)
         loss = objectives.merge(loss, one)
-    return jax.tree.map(lambda x: x / loss.count, total), objectives.mean(loss)
+    return _divided(total, np.asarray(loss.count)), objectives.mean(loss)
+
+
+def _divided(tree, count):
+    return jax.tree.map(lambda x: x / count, tree)
+
+
+@functools.partial(jax.jit, static_argnames="optimizer")
+def _first_step(optimizer, adapters, grads):
+    """Adapters after the optimizer's step from fresh moments."""
+    updates, _ = optimizer.update(grads, optimizer.init(adapters), adapters)
+    return optax.apply_updates(adapters, updates)
 
 
 def mode_masks(mode: str, prompt_tokens: int, tokens: int) -> dict[str, Bool[np.ndarray, "tokens"]]:
@@ -304,21 +340,17 @@ def measure_mode(
         fingerprint=jnp.zeros((2,), jnp.uint32),  # nobody else sees this prefix
     )
     state = dataclasses.replace(train.init_state(model, optimizer, seed), adapters=wide.adapters)
-    copies = lora.per_device(wide.adapters, model.mesh)
     results = {}
     for case, group in make_groups(wide, config, prefix, int(prompt[-1]), responses, seed).items():
-        total = train.add_group(model, config, wide.base, copies, prefix, group, None)
-        found = jax.tree.map(lambda x, n=total.loss.count: x / n, lora.finalise(total.grads, model.mesh))
+        found, total = replay_gradient(wide, config, prefix, group)
         after, info = train.apply_update(model, optimizer, state, total)
         tokens = prompt.size + group.inputs.shape[1]
         wanted, loss = full_gradient(single, config, prompt, group, **mode_masks(mode, prompt.size, tokens))
         # Adapters after the step, less what both started from.
-        updates, _ = optimizer.update(wanted, optimizer.init(single.adapters), single.adapters)
-        stepped = optax.apply_updates(single.adapters, updates)
-        moved = [
-            jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), new, single.adapters)
-            for new in (after.adapters, stepped)
-        ]
+        before, *stepped = jax.device_get(
+            (single.adapters, after.adapters, _first_step(optimizer, single.adapters, wanted))
+        )
+        moved = [jax.tree.map(np.subtract, new, before) for new in stepped]
         metrics = objectives.metric_values(total.metrics)
         results[case] = {
             "gradient": compare(found, wanted, targets),

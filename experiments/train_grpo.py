@@ -352,7 +352,11 @@ def parse_flags(argv: list[str]) -> list[str]:
     """absl's parsing with the exit code of bad input: an unknown field or a value of the wrong type."""
     try:
         return flags.FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+    except (AttributeError, KeyError) as error:  # holds the one name that the configuration lacks
+        name = str(error).strip("'\"")
+        given = [a.partition("=")[0] for a in argv if f".{name}" in a.partition("=")[0]]
+        fail(f"{', '.join(given) or '--config'}: no field {name!r}; accepted: those of the --config file")
+    except (flags.Error, TypeError, ValueError, OSError) as error:
         fail(error)
 
 

@@ -153,7 +153,10 @@ def moments(state):
 def test_d1_the_step_is_the_same_for_any_order_and_any_grouping_of_members(objective):
     whole = group()
     want = total_of([whole], objective)
-    assert float(want.loss.count) == {"token_mean": 17, "sequence_mean": 4, "fixed_length": 32}[objective.aggregation]
+    assert (
+        float(want.loss.count)
+        == {"token_mean": 17, "sequence_mean": 4, "fixed_length": 32}[objective.aggregation]
+    )
     stepped, info = apply(want)
     assert info["taken"] and float(want.metrics.sums["clip_ratio/high"].sum) > 0
     for parts in ([[3, 1, 0, 2]], [[0, 1], [2, 3]], [[2], [0], [3], [1]]):
@@ -210,7 +213,10 @@ def test_b7_nothing_to_train_on_skips_the_step_and_its_weight_decay(nothing):
     state, info = apply(total)
     assert job().optimizer.weight_decay > 0 and not info["taken"] and info["finite"]
     assert same_bits(moments(state), moments(trained_state()))
-    assert int(state.skipped) == int(trained_state().skipped) + 1 and int(state.step) == int(trained_state().step) + 1
+    assert (
+        int(state.skipped) == int(trained_state().skipped) + 1
+        and int(state.step) == int(trained_state().step) + 1
+    )
 
 
 def test_b7_truncation_masking_of_every_response_is_skipped_and_said():
@@ -288,7 +294,11 @@ def test_j1_a_second_update_has_a_ratio_and_the_prompt_state_of_its_own_weights(
     state, (first, second), held = transact(start, updates=2, mode=mode)
     assert first.metrics["max_abs_log_ratio"] < 1e-5 < 1e-3 < second.metrics["max_abs_log_ratio"]
     assert int(state.step) == int(start.step) + 2
-    assert second.adapter_fingerprint == fingerprint.tree_fingerprint(state.adapters) != first.adapter_fingerprint
+    assert (
+        second.adapter_fingerprint
+        == fingerprint.tree_fingerprint(state.adapters)
+        != first.adapter_fingerprint
+    )
     assert first.prefix_age == 0 and second.prefix_age == (0 if mode == "detached" else 1)
     assert held.captured_at == int(start.step) + (1 if mode == "detached" else 0)
     assert "capture" in second.seconds and "sample" not in second.seconds
@@ -298,7 +308,9 @@ def test_j1_a_held_prompt_of_other_adapters_is_freed_and_never_used():
     other, _, stale = transact(fresh_state(seed=5))
     want, (report,), _ = transact(trained_state())
     found, (again,), held = transact(trained_state(), held=stale)
-    assert held is not stale and stale.prefix.latents[0].is_deleted() and not held.prefix.latents[0].is_deleted()
+    assert (
+        held is not stale and stale.prefix.latents[0].is_deleted() and not held.prefix.latents[0].is_deleted()
+    )
     assert again.adapter_fingerprint == report.adapter_fingerprint and same_bits(found, want)
 
 
@@ -365,8 +377,15 @@ def test_a2_a_group_without_signal_that_stays_is_pulled_to_the_reference():
 
 
 def test_a2_a_group_without_signal_has_no_policy_gradient():
-    _, (report,), _ = transact(trained_state(), reward=lambda number, responses: (np.full(G, 0.1, np.float32), []))
-    assert report.loss_sum == 0 and report.grad_norm == 0 and report.loss_count > 0 and report.skip_reason is None
+    _, (report,), _ = transact(
+        trained_state(), reward=lambda number, responses: (np.full(G, 0.1, np.float32), [])
+    )
+    assert (
+        report.loss_sum == 0
+        and report.grad_norm == 0
+        and report.loss_count > 0
+        and report.skip_reason is None
+    )
 
 
 def test_a3_each_prompt_has_a_baseline_of_its_own():
@@ -374,7 +393,9 @@ def test_a3_each_prompt_has_a_baseline_of_its_own():
 
     def run(order):
         asked = [prompt(row) for row in order]
-        return transact(trained_state(), prompts=asked, reward=lambda n, _: (rewards[order[n]], []))[1][0].rollouts
+        return transact(trained_state(), prompts=asked, reward=lambda n, _: (rewards[order[n]], []))[1][
+            0
+        ].rollouts
 
     for order in ([0, 1], [1, 0]):
         for row, rollout in zip(order, run(order), strict=True):

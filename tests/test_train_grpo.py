@@ -17,7 +17,6 @@ import pytest
 import tiny_jobs
 import train_grpo
 
-from longstraw_jax import fingerprint, lora, train
 from longstraw_jax.evidence import verify
 from longstraw_jax.io import adapter, checkpoint, metrics
 from longstraw_jax.rl import rewards
@@ -103,7 +102,8 @@ def test_a_finished_run_run_again_changes_nothing_but_its_receipts_date(long_run
     before = files(folder / "straight")
     run(folder / "straight", **changes)
     after = files(folder / "straight")
-    assert {name for name in before if after[name] != before[name]} <= {"receipt.json"} and before.keys() == after.keys()
+    assert before.keys() == after.keys()
+    assert {name for name in before if after[name] != before[name]} <= {"receipt.json"}
     assert verify.main([str(folder / "straight")]) == 0
 
 
@@ -111,18 +111,17 @@ def test_i1_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(long_
     folder, changes = long_run
     config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**changes))
     command = [sys.executable, str(MAIN), f"--config={config}", f"--workdir={tmp_path / 'run'}"]
-    environment = os.environ | {
-        "PYTHONPATH": str(TESTS),
-        "JAX_NUM_CPU_DEVICES": "32",
-        "JAX_COMPILATION_CACHE_DIR": str(tiny_jobs.CACHE),
-    }
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "JAX_NUM_CPU_DEVICES": "32"}
+    environment |= {name.upper(): str(value) for name, value in tiny_jobs.CACHE_SETTINGS.items()}
     log = tmp_path / "run" / "steps.jsonl"
 
     def lines():
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
     for number in (1, 3):  # before the first checkpoint, and after it
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
             start = lines()
             while process.poll() is None and not (lines() != start and lines() >= number):
                 time.sleep(0.005)
@@ -171,7 +170,9 @@ def test_g5_adapters_of_another_rank_are_refused_with_both_values(long_run, tmp_
     """Also where config.json was taken away."""
     folder, changes = long_run
     shutil.copytree(folder / "straight" / "checkpoints", tmp_path / "checkpoints")
-    with pytest.raises(checkpoint.CheckpointMismatchError, match="lora.q_a.rank: checkpoint has 2, this run has 4"):
+    with pytest.raises(
+        checkpoint.CheckpointMismatchError, match="lora.q_a.rank: checkpoint has 2, this run has 4"
+    ):
         run(tmp_path, **changes | {"lora.q_a.rank": 4})
 
 
@@ -206,7 +207,9 @@ def test_on_32_devices_the_first_step_is_that_of_one_device(tmp_path):
     for devices in (1, 32):
         run(tmp_path / str(devices), **changes | {"mesh.devices": devices})
         job = tiny_jobs.job(**changes)
-        kept[devices] = adapter.import_peft(tmp_path / str(devices) / "adapter", job.model.config, job.model.lora)
+        kept[devices] = adapter.import_peft(
+            tmp_path / str(devices) / "adapter", job.model.config, job.model.lora
+        )
     one, many = (read(tmp_path / str(devices))[0] for devices in (1, 32))
     for field in ("row_ids", "rewards", "response_lengths", "loss_count"):
         assert one[field] == many[field]

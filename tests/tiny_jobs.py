@@ -27,7 +27,10 @@ RAW = make_tiny_checkpoint.CONFIG | {
     "max_position_embeddings": 256,
 }
 _FOLDER = tempfile.TemporaryDirectory(prefix="tiny_jobs_")
-CACHE = pathlib.Path(_FOLDER.name) / "programs"
+CACHE_SETTINGS = {
+    "jax_compilation_cache_dir": str(pathlib.Path(_FOLDER.name) / "programs"),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+}
 
 
 def defaults() -> ConfigDict:
@@ -118,9 +121,12 @@ def leaves(made: ConfigDict, name: str = "") -> dict[str, object]:
 def programs_on_disk():
     """Keeps what compiles meanwhile in a folder that other processes can read."""
     compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(CACHE))
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    for name, value in CACHE_SETTINGS.items():
+        jax.config.update(name, value)
     try:
         yield
     finally:
-        jax.config.update("jax_compilation_cache_dir", None)
+        for name, value in before.items():
+            jax.config.update(name, value)
         compilation_cache.reset_cache()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longstraw_jax import sharding
@@ -143,13 +144,6 @@ def stored_specs(model: Model, adapters: Params | None) -> Params | None:
     return adapter_specs(model.config, model.lora)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "mesh", "spec"))
-def _uniform(key, bound, *, shape, mesh, spec):
-    """Uniform over +-bound, made in place; one small program a shape compiles faster than one for all leaves."""
-    x = bound * jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0)
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
 def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int, *, mesh: Mesh | None = None) -> Params:
     """New adapters, made where they will lie: the update is zero until B moves.
 
@@ -163,14 +157,14 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int, *, mesh: Mes
     """
     if mesh is not None and any(site.routed for site in sites(config, lora)):
         sharding.check_divides("n_routed_experts", config.n_routed_experts, mesh.size)
-    key = jax.random.key(seed)
 
     def draw(site, name):
-        spec = _resting_spec(site)
-        if name == "b":
-            return jnp.zeros(site.shapes["b"], jnp.float32, device=sharding.named(mesh, spec))
-        own = jax.random.fold_in(key, zlib.crc32(".".join(site.path).encode()))
-        return _uniform(own, site.d_in**-0.5, shape=site.shapes["a"], mesh=mesh, spec=spec)
+        # On the host: programs for so many shapes would compile for longer than the draws take.
+        value = np.zeros(site.shapes[name], np.float32)
+        if name == "a":
+            own = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(site.path).encode())]))
+            value = np.float32(site.d_in**-0.5) * (2 * own.random(site.shapes["a"], np.float32) - 1)
+        return jax.device_put(value, sharding.named(mesh, _resting_spec(site)))
 
     return _per_leaf(config, lora, draw)
 

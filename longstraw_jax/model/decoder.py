@@ -1,11 +1,13 @@
 """The trunk: embedding, layers scanned in IndexShare groups, final norm and head."""
 
 import functools
+import math
 import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -204,24 +206,32 @@ def _nest(flat: dict[tuple[Any, ...], Any]) -> Params:
     return nested
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "init", "out"))
-def _draw(key, *, shape, dtype, init, out):
-    if init in ("ones", "zeros"):
-        value = jnp.full(shape, 1 if init == "ones" else 0, dtype)
-    else:
-        value = (init * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+HOST_DRAW = 1 << 22  # numbers
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "std", "out"))
+def _normal(key, *, shape, dtype, std, out):
+    value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
     return jax.lax.with_sharding_constraint(value, out)
 
 
 def init_params(config: ModelConfig, seed: int, *, mesh: Mesh | None = None) -> Params:
-    """Random base weights, made where they will lie; a parameter depends on the seed and its name, not on the mesh."""
-    key, drawn = jax.random.key(seed), {}
+    """Random base weights, each where it will lie; a parameter depends on the seed and its name, not on the mesh.
+
+    Small ones are drawn on the host, because a program for each of so many shapes would compile for longer than the
+    draws take; large ones (full-size experts) on the devices that hold them.
+    """
+    drawn = {}
     for path, variable in nnx.to_flat_state(abstract(config)[1]):
-        drawn[path] = _draw(
-            jax.random.fold_in(key, zlib.crc32(repr(path).encode())),
-            shape=variable.shape,
-            dtype=variable.dtype,
-            init=variable.get_metadata("init"),
-            out=sharding.named(mesh, sharding.spec(variable.get_metadata("axes"))),
-        )
+        shape, dtype, init = variable.shape, variable.dtype, variable.get_metadata("init")
+        out = sharding.named(mesh, sharding.spec(variable.get_metadata("axes")))
+        name = zlib.crc32(repr(path).encode())
+        if init in ("ones", "zeros"):
+            drawn[path] = jax.device_put(np.full(shape, init == "ones", dtype), out)
+        elif math.prod(shape) <= HOST_DRAW:
+            own = np.random.Generator(np.random.Philox(key=[seed, name]))
+            drawn[path] = jax.device_put((init * own.standard_normal(shape, np.float32)).astype(dtype), out)
+        else:
+            key = jax.random.fold_in(jax.random.key(seed), name)
+            drawn[path] = _normal(key, shape=shape, dtype=dtype, std=init, out=out)
     return _nest(drawn)

@@ -8,16 +8,12 @@ import pathlib
 import shutil
 import sys
 import time
+from typing import Any
 
 import make_tiny_checkpoint
 import train_grpo
 from absl import app, flags
-from ml_collections import config_flags
-
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", str(pathlib.Path(__file__).parent / "configs" / "demo.py"), "Configuration of the demo."
-)
-_WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "Run folder; it is made anew.")
+from ml_collections import ConfigDict, config_flags
 
 RISE = 3.0  # standard errors that the last five steps' mean reward must lie above the first five's
 QUESTION = "How many digits does the documentation above hold? Answer with digits only."
@@ -34,33 +30,66 @@ def write_rows(path: pathlib.Path) -> None:
     path.write_text(json.dumps(row) + "\n")
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    started = time.perf_counter()
-    folder, config = pathlib.Path(_WORKDIR.value), _CONFIG.value
+def make_anew(folder: pathlib.Path, mark: str) -> None:
+    """Empties the folder of an earlier demo, known by the file `mark`, or makes it.
+
+    Raises:
+      ValueError: it holds something else, which is not ours to remove.
+    """
+    if folder.exists():
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file()):
+            raise ValueError(f"workdir: {folder} holds something else; accepted: a new folder or that of a demo")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def run(config: ConfigDict, folder: pathlib.Path) -> dict[str, Any]:
+    """The whole demo but its verdict; returns the receipt. The checkpoint and the row go to FOLDER_inputs."""
     inputs = folder.with_name(folder.name + "_inputs")
-    for path in (folder, inputs):
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
+    make_anew(folder, "config.json")
+    make_anew(inputs, "rows.jsonl")
+    write_rows(inputs / "rows.jsonl")
     config.model.checkpoint, config.data.paths = str(inputs / "checkpoint"), (str(inputs / "rows.jsonl"),)
     train_grpo.set_devices(config)
     make_tiny_checkpoint.write(inputs / "checkpoint", make_tiny_checkpoint.CONFIG, config.seed)
-    write_rows(inputs / "rows.jsonl")
-    receipt = train_grpo.run(config, folder)
+    return train_grpo.run(config, folder)
 
+
+def verdict(receipt: dict[str, Any]) -> tuple[list[str], bool]:
+    """What the receipt says, as lines, and whether the reward rose enough."""
     figures = {name: figure["value"] for name, figure in receipt["figures"].items()}
-    rise = figures["rise_in_standard_errors"]
-    print("\nphase       seconds (median of a step, total)")
+    lines = ["phase       seconds (median of a step, total)"]
     for phase, seconds in figures["phase_seconds"].items():
-        print(f"  {phase:<9} {seconds['median']:8.2f} {seconds['total']:8.1f}")
-    print(f"peak memory {figures['peak_bytes'] / 2**30:.2f} GiB ({receipt['memory_source']})")
+        lines.append(f"  {phase:<9} {seconds['median']:8.2f} {seconds['total']:8.1f}")
+    lines.append(f"peak memory {figures['peak_bytes'] / 2**30:.2f} GiB ({receipt['memory_source']})")
+    rise = figures["rise_in_standard_errors"]
+    if rise is None:
+        return [*lines, "rise not measured: fewer than 10 steps, or rewards that are all alike"], False
+    first, last = figures["first_mean"], figures["last_mean"]
+    lines.append(f"mean reward of the first 5 steps {first:.4f}, of the last 5 {last:.4f}")
+    lines.append(f"rise {rise:.1f} standard errors (must exceed {RISE})")
+    return lines, rise > RISE
+
+
+def main(argv: list[str]) -> None:
+    started, values = time.perf_counter(), flags.FLAGS
+    config, folder = values.config, pathlib.Path(values.workdir)
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"arguments {argv[1:]}; accepted: --workdir=DIR and --config.field=value")
+        receipt = run(config, folder)
+    except (ValueError, OSError) as error:
+        train_grpo.fail(error)
+    lines, rose = verdict(receipt)
     seconds = time.perf_counter() - started
+    print("", *lines, sep="\n")
     print(f"prompt of {config.data.prompt_tokens} tokens on {config.mesh.devices} devices, {seconds:.0f} s in all")
-    print(f"mean reward of the first 5 steps {figures['first_mean']:.4f}, of the last 5 {figures['last_mean']:.4f}")
-    print(f"rise {rise:.1f} standard errors (must exceed {RISE})")
     print(f"receipt {folder / 'receipt.json'}, plots {folder / 'plots'}")
-    sys.exit(0 if rise is not None and rise > RISE else 1)
+    sys.exit(0 if rose else 1)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    default = pathlib.Path(__file__).parent / "configs" / "demo.py"
+    config_flags.DEFINE_config_file("config", str(default), "Configuration of the demo.")
+    flags.DEFINE_string("workdir", "runs/demo", "Run folder; it is made anew.")
+    app.run(main, flags_parser=train_grpo.parse_flags)

@@ -129,6 +129,18 @@ def prompt_builder(
     )
 
 
+def longest_prompt(config: ConfigDict, dataset: data.Dataset, build: Callable[[Any], np.ndarray]) -> int:
+    """Tokens of the longest prompt. Raises PromptError that names the row, so that no run meets it midway."""
+    longest = 0
+    for row in dataset.rows:
+        try:
+            longest = max(longest, build(row["prompt"]).size)
+        except prompt.PromptError as error:
+            where = f"dataset row of id {row['id']!r}, data.prompt_tokens={config.data.prompt_tokens}"
+            raise prompt.PromptError(f"{where}: {error}") from error
+    return longest
+
+
 def load_job(config: ConfigDict) -> Job:
     """Loads and checks the configuration's parts, cheapest first. Raises ValueError for bad input."""
     check_values(config)
@@ -147,7 +159,7 @@ def load_job(config: ConfigDict) -> Job:
             f"{folder}: tokenizer of {tokens.vocab_size} ids; accepted: at most vocab_size={architecture.vocab_size}"
         )
     dataset, build = read_dataset(config), prompt_builder(config, tokens, prompt.load_chat_template(folder))
-    longest = max(build(row["prompt"]).size for row in dataset.rows)
+    longest = longest_prompt(config, dataset, build)
     architecture.check_length(longest + config.grpo.max_new_tokens)
     shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
     policy = train.PolicyConfig(

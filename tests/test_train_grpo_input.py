@@ -140,7 +140,10 @@ BAD = {
         ["--config.data.document=novel"],
         ["data.document='novel'; accepted: 'none' or 'python'"],
     ),
-    "length without document": (["--config.data.prompt_tokens=9"], ["target_tokens is 9; the prompt has "]),
+    "length without document": (
+        ["--config.data.prompt_tokens=9"],
+        ["dataset row of id 0, data.prompt_tokens=9", "the prompt has 59 and no document"],
+    ),
     "position range": (["--config.model.yarn_positions=100"], ["yarn_positions", "100", "256"]),
     "kl estimator": (["--config.grpo.kl_estimator=k1"], ["kl_estimator: 'k1'; accepted: k3, k2"]),
     "seed": (["--config.seed=-1"], ["seed=-1; accepted: 0 to 4294967295"]),

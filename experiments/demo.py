@@ -15,6 +15,7 @@ import train_grpo
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+MARK = ".longstraw_demo"  # a folder without it is never removed
 RISE = 3.0  # standard errors that the last five steps' mean reward must lie above the first five's
 QUESTION = "How many digits does the documentation above hold? Answer with digits only."
 
@@ -30,24 +31,25 @@ def write_rows(path: pathlib.Path) -> None:
     path.write_text(json.dumps(row) + "\n")
 
 
-def make_anew(folder: pathlib.Path, mark: str) -> None:
-    """Empties the folder of an earlier demo, known by the file `mark`, or makes it.
+def make_anew(folder: pathlib.Path) -> None:
+    """Empties the folder of an earlier demo, known by a file that only the demo writes, or makes it.
 
     Raises:
       ValueError: it holds something else, which is not ours to remove.
     """
     if folder.exists():
-        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / mark).is_file()):
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).is_file()):
             raise ValueError(f"workdir: {folder} holds something else; accepted: a new folder or that of a demo")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    (folder / MARK).touch()
 
 
 def run(config: ConfigDict, folder: pathlib.Path) -> dict[str, Any]:
     """The whole demo but its verdict; returns the receipt. The checkpoint and the row go to FOLDER_inputs."""
     inputs = folder.with_name(folder.name + "_inputs")
-    make_anew(folder, "config.json")
-    make_anew(inputs, "rows.jsonl")
+    make_anew(folder)
+    make_anew(inputs)
     write_rows(inputs / "rows.jsonl")
     config.model.checkpoint, config.data.paths = str(inputs / "checkpoint"), (str(inputs / "rows.jsonl"),)
     train_grpo.set_devices(config)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -257,6 +258,8 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         "config": sha,
         "dataset": job.dataset.sha256,
         "base": job.base_sha,
+        # Tokenizer, template and document decide what a row's prompt is.
+        "prompts": fingerprint.sha256_json([job.tokenizer.sha256, job.build(job.dataset.rows[0]["prompt"]).tolist()]),
         "mode": job.policy.mode,
         "lora": {name: {"rank": r, "alpha": a} for name, r, a in job.model.lora.targets},
     }
@@ -264,10 +267,12 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     if checkpoint.latest_step(folder) is not None:
         state, _ = checkpoint.restore(folder, state, expected=bound)
         logging.info("resumed after step %d", int(state.step))
+        if int(state.step) == config.steps and (workdir / "receipt.json").is_file():
+            return json.loads((workdir / "receipt.json").read_text())  # what it says of the code that ran stays true
     table = lora.trainable_table(job.model.config, job.model.lora)
     write_whole(workdir / TRAINABLE_FILE, (json.dumps(table, indent=1) + "\n").encode())
     print(lora.format_table(table))
-    base_words = jax.jit(fingerprint.device_fingerprint)(job.base)
+    base_words = jnp.asarray([int(job.base_sha[:8], 16), int(job.base_sha[8:], 16)], jnp.uint32)
     held, done = None, int(state.step)
     with (
         metrics.MetricWriter(workdir, last_step=done) as writer,

@@ -11,6 +11,28 @@ from typing import Any, NamedTuple
 LAYER_KINDS = ("full", "shared")
 MLP_KINDS = ("dense", "sparse")
 DTYPES = ("bfloat16", "float16", "float32")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "max_position_embeddings",
+)
 
 
 class ConfigError(ValueError):
@@ -54,7 +76,12 @@ class RopeParameters:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "RopeParameters":
         """Reads the nested dict; an unknown key is refused because it would change the angles unseen."""
-        raw = {k: v for k, v in raw.items() if k not in ("type",)}
+        if not isinstance(raw, Mapping):
+            _refuse("rope_parameters", raw, "a dict that holds rope_theta")
+        raw = dict(raw)
+        old = raw.pop("type", None)  # transformers' former name of rope_type
+        if old is not None and raw.setdefault("rope_type", old) != old:
+            _refuse("rope_parameters.type", old, f"the same as rope_type={raw['rope_type']!r}")
         known = {f.name for f in dataclasses.fields(cls)}
         if "rope_theta" not in raw:
             _refuse("rope_parameters", raw, "a dict that holds rope_theta (it is nested, not at the top level)")
@@ -148,6 +175,12 @@ class ModelConfig:
     latent_norm_eps: float | None = None
 
     def __post_init__(self):
+        for field in _SIZES:
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < (0 if field == "n_shared_experts" else 1):
+                _refuse(field, value, "a positive integer")
+        if not self.rms_norm_eps > 0:
+            _refuse("rms_norm_eps", self.rms_norm_eps, "a positive number")
         n = self.num_hidden_layers
         for field, kinds in (("indexer_types", LAYER_KINDS), ("mlp_layer_types", MLP_KINDS)):
             value = getattr(self, field)
@@ -169,9 +202,6 @@ class ModelConfig:
                 _refuse(
                     "num_experts_per_tok", self.num_experts_per_tok, f"1 to {reachable} (experts in topk_group groups)"
                 )
-        for field in ("index_topk", "max_position_embeddings", "vocab_size", "hidden_size", "num_attention_heads"):
-            if getattr(self, field) < 1:
-                _refuse(field, getattr(self, field), "a positive integer")
 
     @property
     def qk_head_dim(self) -> int:
@@ -253,6 +283,8 @@ def _mlp_layer_types(raw: Mapping[str, Any], n: int) -> tuple[str, ...]:
     if raw.get("mlp_layer_types") is not None:
         return tuple(raw["mlp_layer_types"])
     first, freq = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
+    if not isinstance(freq, int) or freq < 1:
+        _refuse("moe_layer_freq", freq, "a positive integer")
     return tuple("sparse" if i >= first and i % freq == 0 else "dense" for i in range(n))
 
 
@@ -318,14 +350,12 @@ def extend_positions(config: ModelConfig, positions: int) -> ModelConfig:
 
     The factor is the exact quotient of the two ranges, as transformers checks it.
     """
-    native = config.rope_parameters.original_max_position_embeddings or config.max_position_embeddings
-    if positions <= native:
-        _refuse("yarn_positions", positions, f"more than the native range of {native}")
-    rope = RopeParameters(
-        rope_theta=config.rope_parameters.rope_theta,
-        rope_type="yarn",
-        factor=positions / native,
-        original_max_position_embeddings=native,
+    rope = config.rope_parameters
+    if positions <= config.max_position_embeddings:
+        _refuse("yarn_positions", positions, f"more than max_position_embeddings={config.max_position_embeddings}")
+    native = rope.original_max_position_embeddings or config.max_position_embeddings
+    rope = dataclasses.replace(
+        rope, rope_type="yarn", factor=positions / native, original_max_position_embeddings=native
     )
     return dataclasses.replace(config, rope_parameters=rope, max_position_embeddings=positions)
 
@@ -371,7 +401,3 @@ class LoraConfig:
     def scales(self) -> dict[str, float]:
         """Module path (relative to its layer) -> alpha / rank."""
         return {path: alpha / rank for name, rank, alpha in self.targets for path in LORA_TARGETS[name]}
-
-    def ranks(self) -> dict[str, int]:
-        """Module path (relative to its layer) -> rank."""
-        return {path: rank for name, rank, _ in self.targets for path in LORA_TARGETS[name]}

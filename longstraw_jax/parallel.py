@@ -276,8 +276,9 @@ def _head_logits(hidden, head, pair, axis):
     logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
     if pair is not None:
         b = jax.lax.dynamic_slice_in_dim(pair.b, axis_index(axis) * head.shape[1], head.shape[1], axis=1)
-        delta = pair.scale * ((hidden.astype(jnp.float32) @ pair.a) @ b)
-        logits = logits + delta
+        highest = jax.lax.Precision.HIGHEST
+        low = jnp.matmul(hidden.astype(jnp.float32), pair.a, precision=highest)
+        logits = logits + pair.scale * jnp.matmul(low, b, precision=highest)
     return logits
 
 

@@ -272,7 +272,7 @@ def _apply(model, optimizer, state, total):
     count = total.loss.count
     grads = lora.finalise(total.grads, model.mesh)
     grads = jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1.0), grads)
-    nonfinite = sum(jnp.sum(~jnp.isfinite(g)) for g in jax.tree.leaves(grads))
+    nonfinite = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in jax.tree.leaves(grads))
     finite = (nonfinite == 0) & jnp.isfinite(total.loss.sum)
     take = finite & (count > 0)
     norm = optax.tree.norm(grads)
@@ -307,7 +307,7 @@ def apply_update(
 
 
 class _Clock:
-    """Seconds by phase; results are waited for, so that a phase pays for what it started."""
+    """Seconds by phase; a phase waits for its own results before it ends, so that it pays for what it started."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

@@ -48,17 +48,17 @@ def test_its_row_is_a_dataset(tmp_path):
 
 def test_only_the_folder_of_a_demo_is_removed(tmp_path):
     folder = tmp_path / "runs" / "demo"
-    demo.make_anew(folder, "config.json")
+    demo.make_anew(folder)
     (folder / "config.json").touch()
     (folder / "old").touch()
-    demo.make_anew(folder, "config.json")
-    assert list(folder.iterdir()) == []
-    (folder / "thesis.tex").touch()
+    demo.make_anew(folder)
+    assert [path.name for path in folder.iterdir()] == [demo.MARK]
+    (folder / demo.MARK).rename(folder / "config.json")  # as a run folder or a checkpoint has one
     with pytest.raises(
         ValueError, match="demo holds something else; accepted: a new folder or that of a demo"
     ):
-        demo.make_anew(folder, "config.json")
-    assert (folder / "thesis.tex").exists()
+        demo.make_anew(folder)
+    assert (folder / "config.json").exists()
 
 
 @pytest.mark.parametrize("rise, rose", [(3.1, True), (3.0, False), (-9.0, False), (None, False)])

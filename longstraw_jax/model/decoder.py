@@ -97,35 +97,36 @@ class Decoder(nnx.Module):
             graphdefs, states = [g for g, _ in split], [state for _, state in split]
             segment_adapters = (adapters or {}).get("segments", {}).get(str(s), {})
 
-            def layer(j, x, selection, state, pages_j, caches_j, adapters_j, graphdefs=graphdefs):
+            def layer(x, selection, group_xs, j, i, segment=segment, graphdefs=graphdefs):
+                """Layer i of run j; it indexes inside, so that recomputation keeps the group's arrays, not copies."""
+                states, group_pages, group_caches, group_adapters = group_xs
+                latents = keys = None
+                if group_pages is not None:
+                    latents = group_pages[0][segment.offset(j) + i]
+                    keys = group_pages[1] if segment.runs[j].indexer == "full" else None
+                own = (states[j], group_adapters.get(str(j), {}), None if group_caches is None else group_caches[j])
+                state, layer_adapters, cache = jax.tree.map(lambda v: v[i], own)
                 block = nnx.merge(graphdefs[j], _unshard(state, run.axis))
-                return block(x, selection, pages_j, caches_j, run, pairs_of(adapters_j, scales, run.gate))
+                pairs = pairs_of(layer_adapters, scales, run.gate)
+                return block(x, selection, (latents, keys), (None, None) if cache is None else cache, run, pairs)
 
-            def one_group(x, xs, runs=segment.runs, offset=segment.offset, layer=layer):
-                states, group_pages, group_caches, group_adapters = xs
+            if remat:
+                policy = jax.checkpoint_policies.save_only_these_names("selection")
+                layer = jax.checkpoint(layer, policy=policy, static_argnums=3)
+
+            def one_group(x, group_xs, runs=segment.runs, layer=layer):
                 selection, kept, extras = None, [], []
-                for j, (indexer, _, count) in enumerate(runs):
-                    fn = functools.partial(layer, j)
-                    if remat:
-                        policy = jax.checkpoint_policies.save_only_these_names("selection")
-                        fn = jax.checkpoint(fn, policy=policy)
-                    latents = keys = None
-                    if group_pages is not None:
-                        latents = group_pages[0][offset(j) : offset(j) + count]
-                        keys = group_pages[1][None] if indexer == "full" else None
-                    cache = (None, None) if group_caches is None else group_caches[j]
-                    run_xs = (states[j], (latents, keys), cache, group_adapters.get(str(j), {}))
+                for j, (_, _, count) in enumerate(runs):
                     if count == 1:
-                        only = jax.tree.map(lambda v: v[0], run_xs)
-                        x, selection, kept_j, extra = fn(x, selection, *only)
+                        x, selection, kept_j, extra = layer(x, selection, group_xs, j, 0)
                         kept_j, extra = jax.tree.map(lambda v: v[None], (kept_j, extra))
                     else:
 
-                        def one_layer(x, layer_xs, fn=fn, selection=selection):
-                            x, _, kept, extra = fn(x, selection, *layer_xs)
+                        def one_layer(x, i, j=j, selection=selection):
+                            x, _, kept, extra = layer(x, selection, group_xs, j, i)
                             return x, (kept, extra)
 
-                        x, (kept_j, extra) = jax.lax.scan(one_layer, x, run_xs)
+                        x, (kept_j, extra) = jax.lax.scan(one_layer, x, jnp.arange(count))
                     kept.append(kept_j)
                     extras.append(extra)
                 return x, (kept, extras)

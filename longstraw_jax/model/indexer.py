@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.model import rope
-from longstraw_jax.model.linear import Linear
+from longstraw_jax.model.linear import Linear, matmul32
 from longstraw_jax.model.norms import LayerNorm
 
 
@@ -36,5 +36,5 @@ class Indexer(nnx.Module):
         k = self.k_norm(self.wk(h))
         q = jnp.concatenate([rope.rotate(q[..., :p], cos[..., None, :], sin[..., None, :]), q[..., p:]], axis=-1)
         k = jnp.concatenate([rope.rotate(k[..., :p], cos, sin), k[..., p:]], axis=-1)
-        w = self.weights_proj(h.astype(jnp.float32)) * (heads**-0.5 * dim**-0.5)
+        w = matmul32(h, self.weights_proj.weight[...]) * (heads**-0.5 * dim**-0.5)
         return q, w, k

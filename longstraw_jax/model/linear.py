@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -34,9 +35,14 @@ def parameter(
     return nnx.Param(jnp.zeros(full, dtype), axes=axes, init=init)
 
 
+def matmul32(x: Float[Array, "*lead d_in"], w: Float[Array, "d_in d_out"]) -> Float[Array, "*lead d_out"]:
+    """x W in true fp32: accelerators would otherwise round fp32 inputs to fewer bits."""
+    return jnp.matmul(x.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
+
+
 def low_rank(x: Float[Array, "*lead d_in"], pair: Pair) -> Float[Array, "*lead d_out"]:
     """scale * x A B in fp32, gated per token."""
-    delta = pair.scale * ((x.astype(jnp.float32) @ pair.a) @ pair.b)
+    delta = pair.scale * matmul32(matmul32(x, pair.a), pair.b)
     if pair.gate is not None:
         delta = jnp.where(pair.gate[..., None], delta, 0.0)
     return delta

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import ModelConfig
-from longstraw_jax.model.linear import Linear, Pair, parameter
+from longstraw_jax.model.linear import Linear, Pair, matmul32, parameter
 
 
 class MLP(nnx.Module):
@@ -37,7 +37,7 @@ class Router(nnx.Module):
     def __call__(self, h: Float[Array, "N D"]) -> tuple[Int[Array, "N K"], Float[Array, "N K"], Float[Array, "N E"]]:
         """Expert ids, their fp32 weights and the router's logits."""
         c = self.config
-        logits = h.astype(jnp.float32) @ self.weight[...]
+        logits = matmul32(h, self.weight[...])
         scores = jax.nn.sigmoid(logits)
         biased = jax.lax.stop_gradient(scores + self.e_score_correction_bias[...])
         if c.n_group > 1:

@@ -13,7 +13,7 @@ def completion_text(completion: str | Sequence[Mapping]) -> str:
 
 
 def expected_answers(columns: Mapping[str, Sequence], rows: int) -> list[str | None]:
-    """The ground truth of every row, from the first column that is there.
+    """The ground truth of every row, from the first of its columns that holds one.
 
     Args:
         columns: dataset columns by name: `reward_model` (a dict a row with `ground_truth`, the DAPO-Math
@@ -26,15 +26,19 @@ def expected_answers(columns: Mapping[str, Sequence], rows: int) -> list[str | N
     Raises:
         ValueError: none of the columns is there, or a `reward_model` entry is not a dict.
     """
-    name = next((name for name in ANSWER_COLUMNS if columns.get(name) is not None), None)
-    if name is None:
+    present = [name for name in ANSWER_COLUMNS if columns.get(name) is not None]
+    if not present:
         raise ValueError(f"columns: {sorted(columns)}; accepted: one of {', '.join(ANSWER_COLUMNS)}")
-    values = list(columns[name])
-    if len(values) != rows:
-        raise ValueError(f"column {name}: {len(values)} values; accepted: {rows}, one a completion")
-    if name == "reward_model":
+    answers: list[str | None] = [None] * rows
+    for name in present:
+        values = list(columns[name])
+        if len(values) != rows:
+            raise ValueError(f"column {name}: {len(values)} values; accepted: {rows}, one a completion")
         for row, value in enumerate(values):
-            if value is not None and not isinstance(value, Mapping):
-                raise ValueError(f"column reward_model, row {row}: {value!r}; accepted: a dict with ground_truth")
-        values = [value and value.get("ground_truth") for value in values]
-    return [None if value is None else str(value) for value in values]
+            if name == "reward_model" and value is not None:
+                if not isinstance(value, Mapping):
+                    raise ValueError(f"column reward_model, row {row}: {value!r}; accepted: a dict with ground_truth")
+                value = value.get("ground_truth")
+            if answers[row] is None and value is not None:
+                answers[row] = str(value)
+    return answers

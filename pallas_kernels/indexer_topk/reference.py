@@ -10,11 +10,12 @@ def index_scores(q: Float[Array, "T I H"], w: Float[Array, "T I"], k: Float[Arra
 
     Heads are added one after another, so no [T, I, S] array exists and the order of the sum is fixed.
     """
-    k32 = k.astype(jnp.float32)
+    highest = jax.lax.Precision.HIGHEST  # fp32 keys are not rounded; products of bf16 are exact either way
 
     def add_head(total, head):
         q_head, w_head = head
-        return total + w_head[:, None] * jax.nn.relu(q_head.astype(jnp.float32) @ k32.T), None
+        dots = jnp.matmul(q_head.astype(k.dtype), k.T, precision=highest, preferred_element_type=jnp.float32)
+        return total + w_head[:, None] * jax.nn.relu(dots), None
 
     start = jnp.zeros((q.shape[0], k.shape[0]), jnp.float32)
     total, _ = jax.lax.scan(add_head, start, (jnp.moveaxis(q, 1, 0), jnp.moveaxis(w.astype(jnp.float32), 1, 0)))

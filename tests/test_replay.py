@@ -7,7 +7,7 @@ import tiny
 from beartype import beartype
 from jaxtyping import jaxtyped
 
-from longstraw_jax import replay
+from longstraw_jax import lora, replay
 
 S, T = tiny.S, tiny.T
 WEIGHTS = np.cos(np.arange(T)).astype(np.float32)  # advantages of both signs
@@ -148,13 +148,9 @@ def test_j2_a_shared_capture_equals_four_full_passes():
     for g, (response, advantage) in enumerate(zip(group(), advantages, strict=True)):
         n = len(response)
         mine = row(group(), g)
-        shared = add(
-            shared, tiny.replay_grad(1, tiny.adapters(1), tiny.prefix(1), mine, np.full(T, advantage))[1]
-        )
+        shared = add(shared, tiny.replay_grad(1, tiny.adapters(1), tiny.prefix(1), mine, np.full(T, advantage))[1])
         ids = np.concatenate([tiny.TOKENS[:S], response, np.zeros(T - n)]).astype(np.int32)
-        weights = np.where(
-            (np.arange(S + T - 1) >= S - 1) & (np.arange(S + T - 1) < S - 1 + n), advantage, 0.0
-        )
+        weights = np.where((np.arange(S + T - 1) >= S - 1) & (np.arange(S + T - 1) < S - 1 + n), advantage, 0.0)
         weights = weights.astype(np.float32)
         _, grads, whole = tiny.full_grad(ids, weights, detach=PROMPT)
         np.testing.assert_allclose(logprobs[g, :n], whole[S - 1 : S - 1 + n], atol=1e-5)
@@ -194,3 +190,31 @@ def test_annotations_hold_at_run_time(devices):
         *(tiny.base(devices), tiny.adapters(devices), state, *tiny.members([[1, 2]])),
     )
     assert [x.shape for x in shapes] == [(4, T), (4, T)]
+
+
+def test_the_backward_pass_keeps_no_copies_of_weights_or_pages():
+    # A scan that hands its weights or pages on as residuals would hold them twice, whatever the group.
+    # (Its carry is the residual stream.)
+    model, state = tiny.model(1), tiny.prefix(1)
+    adapters = lora.per_device(tiny.adapters(1), None)
+
+    def loss(adapters, base, state):
+        return replay.member_logprobs(model, base, adapters, state, *member(), per_device=True)[0].sum()
+
+    closed = jax.make_jaxpr(jax.grad(loss))(adapters, tiny.base(1), state)
+    resident = {x.shape for x in jax.tree.leaves((tiny.base(1)["segments"], state.latents, state.index_keys))}
+    resident = {shape for shape in resident if np.prod(shape) > 1000}
+    handed_on = {v.aval.shape for scan in scans(closed.jaxpr) for v in scan.outvars[scan.params["num_carry"] :]}
+    assert len(resident) > 20 and handed_on and not resident & handed_on
+
+
+def scans(jaxpr):
+    """Every scan of a program, those inside others too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from scans(inner)

@@ -20,8 +20,7 @@ def get_config() -> ConfigDict:
     """grpo.py's fields; with no model.checkpoint, model.architecture (config.json's keys) gets random weights."""
     config = _load(_HERE / "grpo.py").get_config()
     config.model.architecture = ConfigDict(_load(_HERE.parent / "make_tiny_checkpoint.py").CONFIG)
-    # With the demo's 4 heads one key in 16 scores exactly 0 after the relu; where the selection's cut falls among
-    # those, round-off decides it and gradients jump. GLM-5.2 has 32 heads.
+    # With the demo's 4 heads one key in 16 scores exactly 0 after the relu; GLM-5.2 has 32 heads.
     config.model.architecture.index_n_heads = 16
     config.mesh.devices = 32
     config.mesh.emulate = True

@@ -3,8 +3,9 @@
 Both sides go through the real objective, once at ratio 1 and once with tokens that the clip silences, and through one
 optimizer step. A control says how far apart the modes' gradients truly are, so that agreement means something.
 
-Gradients jump where a selection changes. With thousands of prompt tokens, round-off between chunked capture and one
-pass decides a near tie of some token's index scores, and the two sides then differ by far more than round-off.
+Gradients jump where a discrete choice (a selected key, a chosen expert) changes. With thousands of prompt tokens,
+round-off between chunked capture and one pass can decide such a choice for some token; from there on the two sides
+differ by far more than round-off. The choices themselves are not compared here.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ whole mesh would. Each public step maps its whole body over the mesh once (`mapp
 of it: inside the body they would come out multiplied by the axis size.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,14 @@ def flat_pages(pages: Array, axis: str | None) -> Array:
         return pages.reshape(-1, pages.shape[-1])
     every = jax.lax.all_gather(pages, axis, axis=1, tiled=False)  # [local pages, devices, 64, W]
     return every.reshape(-1, pages.shape[-1])
+
+
+def scatter_pages(rows: Float[Array, "S W"], axis: str | None) -> Float[Array, "pages 64 W"]:
+    """Transpose of `flat_pages`: all devices' rows in prompt order summed, each device keeping its own pages."""
+    if axis is None:
+        return rows.reshape(-1, PAGE, rows.shape[-1])
+    every = rows.reshape(-1, axis_size(axis), PAGE, rows.shape[-1])
+    return jax.lax.psum_scatter(every, axis, scatter_dimension=1, tiled=False)
 
 
 def local_rows(ids: Int[Array, "*lead"], length: Int[Array, ""], axis: str | None) -> Int[Array, "*lead"]:
@@ -196,26 +205,89 @@ def attend(
 
     *merge-candidates*: each device attends to the selected rows it owns, partial results merge by log-sum-exp.
     """
+
+    def read(q, ids, across):
+        return *sparse_mla.sparse_mla(q, flat_pages(pages, across), ids, scale=scale, value_dim=value_dim), None
+
+    return _attend(read if pages is not None else None, q, tail, ids, length, scale, value_dim, strategy, axis)[0]
+
+
+def attend_collecting(
+    q: Float[Array, "B T N W"],
+    pages: Float[Array, "pages 64 W"],
+    sink: Float[Array, "R J pages 64 W"],
+    place: Int[Array, "2"],
+    tail: Float[Array, "B tail W"],
+    ids: Int[Array, "B T K"],
+    length: Int[Array, ""],
+    *,
+    scale: float,
+    value_dim: int,
+    strategy: str,
+    axis: str | None,
+) -> tuple[Float[Array, "B T N R"], Float[Array, "R J pages 64 W"]]:
+    """`attend` that also collects the pages' gradient.
+
+    The pages are constants to autodiff. Their gradient is added, in fp32 whatever their dtype, to the cotangent of
+    `sink` at sink[place]: handed through all layers as a carry, one buffer collects everything in place, where
+    differentiating the pages would make a second one of the whole prompt's size.
+
+    Args:
+      sink: fp32, returned as it is; its values are never read.
+      place: which layer's pages these are in it.
+    """
+
+    def read(q, ids, across):
+        return _read_collecting(scale, value_dim, across)(q, pages, sink, place, ids)
+
+    return _attend(read, q, tail, ids, length, scale, value_dim, strategy, axis)
+
+
+def _read_collecting(scale, value_dim, axis):
+    """sparse_mla over `flat_pages(pages, axis)` as `attend_collecting` needs it."""
+    read = functools.partial(sparse_mla.sparse_mla, scale=scale, value_dim=value_dim)
+
+    @jax.custom_vjp
+    def collecting(q, pages, sink, place, ids):
+        return (*read(q, flat_pages(pages, axis), ids), sink)
+
+    def forward(q, pages, sink, place, ids):
+        return collecting(q, pages, sink, place, ids), (q, pages, place, ids)
+
+    def backward(kept, cotangents):
+        q, pages, place, ids = kept
+        d_out, d_lse, collected = cotangents
+        # fp32 rows, so that a key which many queries select sums their gradients in fp32.
+        _, pull = jax.vjp(lambda q, rows: read(q, rows, ids), q, flat_pages(pages, axis).astype(jnp.float32))
+        d_q, d_rows = pull((d_out, d_lse))
+        return d_q, None, collected.at[place[0], place[1]].add(scatter_pages(d_rows, axis)), None, None
+
+    collecting.defvjp(forward, backward)
+    return collecting
+
+
+def _attend(read, q, tail, ids, length, scale, value_dim, strategy, axis):
+    """Attention over the tail and, unless None, over what `read(q, ids, axis)` finds: out, log-sum-exp, sink."""
     b, t, heads, width = q.shape
     opts = dict(scale=scale, value_dim=value_dim)
     tail_ids = jnp.where(ids >= length, ids - length, -1)
     own = jax.vmap(lambda q, rows, ids: sparse_mla.sparse_mla(q, rows, ids, **opts))(q, tail, tail_ids)
     own = tuple(x.reshape(b * t, *x.shape[2:]) for x in own)
-    if pages is None:
-        return own[0].reshape(b, t, heads, -1).astype(q.dtype)
+    if read is None:
+        return own[0].reshape(b, t, heads, -1).astype(q.dtype), None
     q_flat, ids_flat = q.reshape(b * t, heads, width), ids.reshape(b * t, -1)
     if strategy == "gather_keys" or axis is None:
         prompt_ids = jnp.where(ids_flat < length, ids_flat, -1)
-        out, lse = sparse_mla.sparse_mla(q_flat, flat_pages(pages, axis), prompt_ids, **opts)
+        out, lse, sink = read(q_flat, prompt_ids, axis)
         out, lse = out[None], lse[None]
     else:
         rows = local_rows(gather(ids_flat, axis, 0), length, axis)
-        out, lse = sparse_mla.sparse_mla(gather(q_flat, axis, 0), pages.reshape(-1, width), rows, **opts)
+        out, lse, sink = read(gather(q_flat, axis, 0), rows, None)
         # My queries' partial results from every device, [devices, B T, ..]; the log-sum-exp is the last column.
         partial = exchange(jnp.concatenate([out, lse[..., None]], axis=-1)[None], axis, 1, 0)
         out, lse = partial[..., :-1], partial[..., -1]
     out, _ = sparse_mla.merge_partial(jnp.concatenate([out, own[0][None]]), jnp.concatenate([lse, own[1][None]]))
-    return out.reshape(b, t, heads, -1).astype(q.dtype)
+    return out.reshape(b, t, heads, -1).astype(q.dtype), sink
 
 
 def routed_experts(

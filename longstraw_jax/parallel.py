@@ -247,12 +247,12 @@ def _read_collecting(scale, value_dim, axis):
     """sparse_mla over `flat_pages(pages, axis)` as `attend_collecting` needs it."""
     read = functools.partial(sparse_mla.sparse_mla, scale=scale, value_dim=value_dim)
 
-    @jax.custom_vjp
-    def collecting(q, pages, sink, place, ids):
+    def found(q, pages, sink, place, ids):
         return (*read(q, flat_pages(pages, axis), ids), sink)
 
     def forward(q, pages, sink, place, ids):
-        return collecting(q, pages, sink, place, ids), (q, pages, place, ids)
+        # Not by way of `collecting`: as one opaque call it would make every layer keep the sink for recomputation.
+        return found(q, pages, sink, place, ids), (q, pages, place, ids)
 
     def backward(kept, cotangents):
         q, pages, place, ids = kept
@@ -262,6 +262,7 @@ def _read_collecting(scale, value_dim, axis):
         d_q, d_rows = pull((d_out, d_lse))
         return d_q, None, collected.at[place[0], place[1]].add(scatter_pages(d_rows, axis)), None, None
 
+    collecting = jax.custom_vjp(found)
     collecting.defvjp(forward, backward)
     return collecting
 

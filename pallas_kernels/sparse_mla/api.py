@@ -1,0 +1,269 @@
+"""Sparse latent attention with its gradients, on the backend that the machine has.
+
+Shapes: T queries, N heads, W latent width, R value width (the first R of W), K selected rows a query, S rows.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.sparse_mla import hopper_triton, reference
+
+IMPLEMENTATIONS = ("auto", "hopper", "interpret", "reference")
+PAGE = 64  # rows of a page
+
+merge_partial = reference.merge_partial
+
+
+def _hopper() -> bool:
+    """Whether the program is compiled for a Hopper GPU; the abstract mesh speaks for absent devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+
+
+def _hopper_problem(q, rows, value_dim) -> str | None:
+    """Why the Hopper kernels cannot serve, or None."""
+    if not _hopper():
+        return f"the device is {jax.devices()[0].device_kind!r}; accepted: an NVIDIA Hopper GPU"
+    if q.dtype != jnp.bfloat16 or rows.dtype != jnp.bfloat16:
+        return f"q is {q.dtype} and rows are {rows.dtype}; accepted: bfloat16"
+    return _block_problem(q, value_dim)
+
+
+def _block_problem(q, value_dim) -> str | None:
+    if hopper_triton.parts(q.shape[-1], value_dim) is None:
+        return (
+            f"width={q.shape[-1]} with value_dim={value_dim}; accepted: value_dim / 2 and width - value_dim powers of"
+            " two, 16 or more"
+        )
+    return None
+
+
+def choose(q: Float[Array, "T N W"], rows: Float[Array, "S W"], value_dim: int, implementation: str = "auto") -> str:
+    """The backend that serves these arrays: "hopper", "interpret" or "reference".
+
+    Raises:
+      ValueError: the named one is unknown or cannot serve; "auto" always finds one.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "auto":
+        return "reference" if _hopper_problem(q, rows, value_dim) else "hopper"
+    problem = {
+        "hopper": lambda: _hopper_problem(q, rows, value_dim),
+        "interpret": lambda: _block_problem(q, value_dim),
+        "reference": lambda: None,
+    }[implementation]()
+    if problem:
+        raise ValueError(f"implementation={implementation!r}: {problem}")
+    return implementation
+
+
+def _check(q, rows, ids, value_dim, page_table) -> None:
+    """Shapes and types, on the host."""
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {q.shape}; accepted: [queries, heads, width]")
+    if rows.ndim not in (2, 3) or rows.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"rows have shape {rows.shape}; accepted: [rows, {q.shape[-1]}] or [pages, {PAGE}, {q.shape[-1]}]"
+        )
+    if rows.ndim == 3 and rows.shape[1] != PAGE:
+        raise ValueError(f"rows have {rows.shape[1]} rows a page; accepted: {PAGE}")
+    if ids.shape[:-1] != q.shape[:1] or ids.dtype != jnp.int32:
+        raise ValueError(f"ids are {ids.dtype} {ids.shape}; accepted: int32 [{q.shape[0]}, selected]")
+    if not 0 < value_dim <= q.shape[-1]:
+        raise ValueError(f"value_dim={value_dim}; accepted: 1 to {q.shape[-1]}, the width")
+    if page_table is not None and (rows.ndim != 3 or page_table.ndim != 1 or page_table.dtype != jnp.int32):
+        raise ValueError(
+            f"page_table is {page_table.dtype} {page_table.shape} with rows {rows.shape}; accepted: int32 [pages of the"
+            f" sequence] with rows [pages, {PAGE}, width]"
+        )
+
+
+def _physical(ids, page_table):
+    """Where the rows lie; ids of positions beyond the table select nothing."""
+    if page_table is None:
+        return ids
+    inside = (ids >= 0) & (ids < page_table.shape[0] * PAGE)
+    ids = jnp.where(inside, ids, 0)
+    return jnp.where(inside, page_table[ids // PAGE] * PAGE + ids % PAGE, -1)
+
+
+def _flat(x, in_batched, axis_size):
+    """Two leading axes as one, an argument without the batch's axis repeated."""
+    x = x if in_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _batched_rows(rows, ids, rows_batched, ids_batched, axis_size):
+    """A batch as one call: its rows end to end, its ids shifted to their own rows."""
+    ids = ids if ids_batched else jnp.broadcast_to(ids, (axis_size, *ids.shape))
+    if rows_batched:
+        first = jnp.arange(axis_size, dtype=ids.dtype)[:, None, None] * rows.shape[1]
+        rows, ids = rows.reshape(-1, rows.shape[-1]), jnp.where(ids < 0, -1, ids + first)
+    return rows, ids.reshape(-1, ids.shape[-1])
+
+
+def _forward(backend, scale, value_dim):
+    """The backend's forward pass; under vmap a batch becomes more queries over more rows."""
+
+    @jax.custom_batching.custom_vmap
+    def call(q, rows, ids):
+        if backend == "reference":
+            return reference.sparse_mla(q, rows, ids, scale=scale, value_dim=value_dim)
+        return hopper_triton.forward(q, rows, ids, scale=scale, value_dim=value_dim, interpret=backend == "interpret")
+
+    @call.def_vmap
+    def batched(axis_size, in_batched, q, rows, ids):
+        rows, ids = _batched_rows(rows, ids, in_batched[1], in_batched[2], axis_size)
+        out = call(_flat(q, in_batched[0], axis_size), rows, ids)
+        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in out), (True, True)
+
+    return call
+
+
+def _backward(backend, scale, deterministic):
+    """The backend's backward pass, batched likewise; an accumulator of None wants no gradient of the rows."""
+
+    @jax.custom_batching.custom_vmap
+    def call(q, rows, ids, lse, dout, shift, accumulator):
+        args = (q, rows, ids, lse, dout, shift, accumulator)
+        if backend == "reference":
+            return reference.sparse_mla_backward(*args, scale=scale, deterministic=deterministic)
+        return hopper_triton.backward(*args, scale=scale, deterministic=deterministic, interpret=backend == "interpret")
+
+    @call.def_vmap
+    def batched(axis_size, in_batched, q, rows, ids, lse, dout, shift, accumulator):
+        args = [q, rows, ids, lse, dout, shift]
+        if accumulator is not None:  # a sum of its own for each of the batch
+            args[1] = args[1] if in_batched[1] else jnp.broadcast_to(rows, (axis_size, *rows.shape))
+            accumulator = _flat(accumulator, in_batched[6], axis_size)
+        args[1], args[2] = _batched_rows(args[1], ids, args[1].ndim == 3, in_batched[2], axis_size)
+        for i in (0, 3, 4, 5):
+            args[i] = _flat(args[i], in_batched[i], axis_size)
+        dq, accumulator = call(*args, accumulator)
+        dq = dq.reshape(axis_size, -1, *dq.shape[1:])
+        if accumulator is None:
+            return (dq, None), (True, None)
+        return (dq, accumulator.reshape(axis_size, -1, accumulator.shape[-1])), (True, True)
+
+    return call
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+def _attention(q, rows, ids, backend, scale, value_dim, rows_gradient, deterministic):
+    return _forward(backend, scale, value_dim)(q, rows, ids)
+
+
+def _attention_fwd(q, rows, ids, backend, scale, value_dim, rows_gradient, deterministic):
+    out, lse = _forward(backend, scale, value_dim)(q, rows, ids)
+    # Named here, inside the rule, so that a remat policy that saves them does not run the kernel twice.
+    out, lse = checkpoint_name(out, "sparse_mla_out"), checkpoint_name(lse, "sparse_mla_lse")
+    return (out, lse), (q, rows, ids, out, lse)
+
+
+def _attention_bwd(backend, scale, value_dim, rows_gradient, deterministic, saved, cotangents):
+    q, rows, ids, out, lse = saved
+    dout, dlse = cotangents
+    accumulator = jnp.zeros(rows.shape, jnp.float32) if rows_gradient else None
+    shift = reference.softmax_shift(out, lse, dout, dlse)
+    dq, drows = _backward(backend, scale, deterministic)(q, rows, ids, lse, dout, shift, accumulator)
+    return dq.astype(q.dtype), drows.astype(rows.dtype) if rows_gradient else None, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def sparse_mla(
+    q: Float[Array, "T N W"],
+    rows: Float[Array, "S W"] | Float[Array, "P 64 W"],
+    ids: Int[Array, "T K"],
+    *,
+    scale: float,
+    value_dim: int,
+    page_table: Int[Array, "L"] | None = None,
+    implementation: str = "auto",
+    rows_gradient: bool = True,
+    deterministic: bool = False,
+) -> tuple[Float[Array, "T N R"], Float[Array, "T N"]]:
+    """softmax(scale * q . rows[ids]) rows[ids, :value_dim] and its log-sum-exp.
+
+    Differentiable in q and rows, through both results. The output is fp32 for every input type: partial results over
+    disjoint rows merge by log-sum-exp (`merge_partial`), and the only rounding comes after. On Hopper bf16 products
+    are summed in fp32, and the weights are rounded to bf16 before they meet the values.
+
+    Args:
+      q: absorbed queries.
+      rows: latents, or pages of 64 of them; the first value_dim numbers are also the values.
+      ids: int32, the selected rows of each query, each at most once; -1 for none, which reads nothing.
+      scale: what q . row is multiplied with.
+      value_dim: R.
+      page_table: int32; ids are positions of a sequence whose page i is rows[page_table[i]].
+      implementation: "auto" (Hopper kernels where they fit, else "reference"), "hopper", "interpret" or "reference".
+      rows_gradient: False treats the rows as constants: the backward pass does none of their gradient's work.
+      deterministic: the rows' gradient is summed in the order of the queries, not by atomic adds, and so is the same in
+        every run; slower.
+
+    Returns:
+      fp32 output [T, N, R] and natural log-sum-exp [T, N]; a query with nothing selected gives 0 and -inf, and no
+      gradient.
+
+    Raises:
+      ValueError: shapes or types do not fit, or the named implementation cannot serve them.
+    """
+    _check(q, rows, ids, value_dim, page_table)
+    ids = _physical(ids, page_table)
+    rows = rows.reshape(-1, rows.shape[-1])
+    if not rows_gradient:
+        rows = jax.lax.stop_gradient(rows)
+    backend = choose(q, rows, value_dim, implementation)
+    return _attention(q, rows, ids, backend, scale, value_dim, rows_gradient, deterministic)
+
+
+def sparse_mla_backward(
+    q: Float[Array, "T N W"],
+    rows: Float[Array, "S W"] | Float[Array, "P 64 W"],
+    ids: Int[Array, "T K"],
+    out: Float[Array, "T N R"],
+    lse: Float[Array, "T N"],
+    dout: Float[Array, "T N R"],
+    dlse: Float[Array, "T N"],
+    accumulator: Float[Array, "S W"] | Float[Array, "P 64 W"] | None,
+    *,
+    scale: float,
+    page_table: Int[Array, "L"] | None = None,
+    implementation: str = "auto",
+    deterministic: bool = False,
+) -> tuple[Float[Array, "T N W"], Any]:
+    """The backward pass by hand, adding the rows' gradient to gradient pages that live on.
+
+    Args:
+      q, rows, ids, scale, page_table, implementation, deterministic: as in `sparse_mla`.
+      out, lse: what it gave.
+      dout, dlse: their cotangents.
+      accumulator: fp32 sums, shaped like rows, whose buffer the result takes over (donate it under jit, or it is
+        copied first); None does none of that work.
+
+    Returns:
+      dq in q's type, and the accumulator with the rows' gradient added.
+
+    Raises:
+      ValueError: as `sparse_mla`; or an accumulator that is not fp32 or not of the rows' shape.
+    """
+    value_dim = out.shape[-1]
+    _check(q, rows, ids, value_dim, page_table)
+    if accumulator is not None and (accumulator.dtype != jnp.float32 or accumulator.shape != rows.shape):
+        raise ValueError(f"accumulator is {accumulator.dtype} {accumulator.shape}; accepted: float32 {rows.shape}")
+    width, shape = rows.shape[-1], rows.shape
+    rows = rows.reshape(-1, width)
+    backend = choose(q, rows, value_dim, implementation)
+    shift = reference.softmax_shift(out, lse, dout, dlse)
+    total = None if accumulator is None else accumulator.reshape(-1, width)
+    call = _backward(backend, scale, deterministic)
+    dq, total = call(q, rows, _physical(ids, page_table), lse, dout, shift, total)
+    return dq.astype(q.dtype), None if total is None else total.reshape(shape)

@@ -117,7 +117,8 @@ class Total:
 class Group:
     """One prompt's responses, ready for replay: small host arrays, [G, T] (T padded to the mesh) and [G].
 
-    ref_logp is None without a KL term.
+    old_logp is None where only one step follows the rollout: the replay's own values are the old ones then. ref_logp
+    is None without a KL term.
     """
 
     inputs: Int[Array, "G T"]
@@ -125,7 +126,7 @@ class Group:
     lengths: Int[Array, "G"]
     mask: Bool[Array, "G T"]
     advantages: Float[Array, "G"]
-    old_logp: Float[Array, "G T"]
+    old_logp: Float[Array, "G T"] | None
     sampler_logp: Float[Array, "G T"]
     ref_logp: Float[Array, "G T"] | None
 
@@ -339,8 +340,9 @@ def _score_group(model, config, base, base_fingerprint, state, resident, samples
         masks.response_mask(jnp.asarray(lengths), padded), truncated=truncated, signal=signal, config=objective
     )
     batch = (inputs, targets, lengths, config.temperature)
-    old_logp, _ = replay.score(model, base, state.adapters, resident.prefix, *batch)
-    ref_logp = None
+    old_logp = ref_logp = None
+    if config.updates > 1:
+        old_logp, _ = replay.score(model, base, state.adapters, resident.prefix, *batch)
     if objective.beta > 0:
         # The reference is the base policy all through: its prompt is captured without adapters too.
         prefix = resident.prefix

@@ -210,6 +210,16 @@ def test_c3_on_policy_ratio_is_one_and_the_gradient_is_minus_advantage():
     np.testing.assert_allclose(metrics.maxima["max_abs_log_ratio"], 3e-4, rtol=1e-2)
 
 
+@pytest.mark.parametrize("config", [PLAIN, FULL])
+def test_c3_without_old_logprobs_the_policys_own_serve(config):
+    rows = batch()
+    rows["old_logp"] = rows["logp"]
+    given = loss_and_grad(rows, config)
+    alone = loss_and_grad({**rows, "old_logp": None}, config)
+    jax.tree.map(np.testing.assert_array_equal, alone, given)
+    assert np.abs(alone[1]).max() > 0
+
+
 def test_c1_a_sampler_at_another_temperature_is_seen():
     logits = 2 * np.random.default_rng(3).normal(size=(N, T, 30)).astype(np.float32)
     rows = batch()

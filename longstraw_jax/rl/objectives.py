@@ -123,7 +123,7 @@ def member_loss(
     logp: Float[Array, "*rows T"],
     entropy: Float[Array, "*rows T"],
     *,
-    old_logp: Float[Array, "*rows T"],
+    old_logp: Float[Array, "*rows T"] | None,
     advantage: Float[Array, "..."],
     mask: Bool[Array, "*rows T"],
     config: GRPOConfig,
@@ -141,7 +141,8 @@ def member_loss(
         logp: [*rows, T], nats, of the policy under differentiation. With rows (N responses at once) the
             result is the total over the rows.
         entropy: [*rows, T], nats; a metric only.
-        old_logp: [*rows, T], the behaviour policy's, from the trainer's own scoring pass.
+        old_logp: [*rows, T], the behaviour policy's, from the trainer's own scoring pass. None: the policy under
+            differentiation has not moved since, so that its own values serve, and every ratio is 1.
         advantage: one a response ([*rows]) or one a token ([*rows, T]).
         mask: bool [*rows, T], the tokens that are trained.
         config: the objective.
@@ -167,7 +168,8 @@ def member_loss(
     logp, entropy, old_logp, ref_logp, sampler_logp = (
         _fill(x, mask) for x in (logp, entropy, old_logp, ref_logp, sampler_logp)
     )
-    old_logp, advantage = stop(old_logp), jnp.asarray(advantage, jnp.float32)
+    old_logp = stop(logp if old_logp is None else old_logp)
+    advantage = jnp.asarray(advantage, jnp.float32)
     if advantage.ndim < logp.ndim:
         advantage = advantage[..., None]
     advantage = stop(_fill(jnp.broadcast_to(advantage, logp.shape), mask))

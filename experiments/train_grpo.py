@@ -167,6 +167,7 @@ def load_job(config: ConfigDict) -> Job:
         eos_ids=tokens.eos_ids,
         capacity=longest,
         chunk=config.capture.chunk,
+        keep_selection=config.capture.keep_selection,
         objective=objective_config(config),
         **{name: config.grpo[name] for name in shared},
     )

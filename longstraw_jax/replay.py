@@ -66,10 +66,40 @@ def member_logprobs(
     Returns:
       fp32 [T]; entries at and past `length` are meaningless and must be masked.
     """
+    member = (inputs, targets, length, temperature)
+    return _replay(model, base, adapters, prefix, None, *member, per_device)[:2]
+
+
+def member_logprobs_collecting(
+    model: Model,
+    base: Params,
+    adapters: Params,
+    prefix: PrefixState,
+    page_grads: tuple[Float[Array, "R J pages 64 W"], ...],
+    inputs: Int[Array, "T"],
+    targets: Int[Array, "T"],
+    length: Int[Array, ""],
+    temperature: float | Float[Array, ""] = 1.0,
+) -> tuple[Float[Array, "T"], Float[Array, "T"], tuple[Float[Array, "R J pages 64 W"], ...]]:
+    """`member_logprobs` whose backward pass also adds the gradient of the prompt's latents to gradient pages.
+
+    Args:
+      adapters: from lora.per_device.
+      page_grads: gradient pages, see exact_gradient.py.
+
+    Returns:
+      Log-probabilities, entropies and `page_grads` as they are. Pull back with the gradient pages so far as the third
+      cotangent: what comes back for `page_grads` are they plus this member's.
+    """
+    member = (inputs, targets, length, temperature)
+    return _replay(model, base, adapters, prefix, page_grads, *member, True)
+
+
+def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, temperature, per_device):
     config = model.config
     sharding.check_divides("replay length", inputs.shape[0], model.devices)
 
-    def body(axis, base, adapters, prefix, inputs, targets, length, temperature):
+    def body(axis, base, adapters, prefix, sinks, inputs, targets, length, temperature):
         adapters = lora.local(adapters) if per_device else adapters
         index = parallel.axis_index(axis) * inputs.shape[0] + jnp.arange(inputs.shape[0], dtype=jnp.int32)
         cos, sin = rope.cos_sin((prefix.length + index)[None], config.rope_parameters, config.qk_rope_head_dim)
@@ -83,29 +113,31 @@ def member_logprobs(
             attention=model.attention,
         )
         trunk = nnx.merge(model.graphdef, base)
-        hidden, _, _ = trunk(
+        hidden, _, _, sinks = trunk.collecting(
             inputs[None],
             run,
+            sinks=sinks,
             pages=tuple(zip(prefix.latents, prefix.index_keys, strict=True)),
             adapters=adapters,
             lora=model.lora,
             remat=model.remat,
         )
         head, pair = trunk.lm_head.weight[...], trunk.head_pair(adapters, model.lora)
-        return parallel.token_logprobs(hidden[0], targets, head, pair, temperature, axis)
+        return *parallel.token_logprobs(hidden[0], targets, head, pair, temperature, axis), sinks
 
     token = P(sharding.AXIS)
     specs = (
         decoder.param_specs(config),
         lora.per_device_specs(config, model.lora) if per_device else lora.stored_specs(model, adapters),
         pages.prefix_specs(config),
+        pages.prefix_specs(config).latents if sinks is not None else None,
         token,
         token,
         P(),
         P(),
     )
-    args = (base, adapters, prefix, inputs, targets, length, jnp.float32(temperature))
-    return parallel.mapped(body, model.mesh, specs, (token, token))(*args)
+    args = (base, adapters, prefix, sinks, inputs, targets, length, jnp.float32(temperature))
+    return parallel.mapped(body, model.mesh, specs, (token, token, specs[3]))(*args)
 
 
 @functools.partial(jax.jit, static_argnames=("model",))

@@ -14,13 +14,13 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from longstraw_jax import fingerprint, lora, replay, sampling, sharding
+from longstraw_jax import exact_gradient, fingerprint, lora, replay, sampling, sharding
 from longstraw_jax.prefix import refresh
 from longstraw_jax.rl import advantages as advantages_lib
 from longstraw_jax.rl import masks, objectives
 from longstraw_jax.types import Model, Params, PrefixState
 
-MODES = ("frozen", "detached")
+MODES = ("frozen", "detached", "exact")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +50,14 @@ class PolicyConfig:
     """What a transaction does; static.
 
     Attributes:
-      mode: prefix-gradient mode, "frozen" or "detached" (README).
+      mode: prefix-gradient mode, one of MODES (README).
       group: responses a prompt.
       max_new_tokens: response budget in tokens.
       temperature, top_p, eos_ids: of sampling; log-probabilities everywhere are at this temperature.
       chunk: tokens a capture step.
       capacity: prompt tokens the pages have room for; prompts of any length up to it share compiled programs.
+      keep_selection: `exact` only: what the capture selects is kept on the host (4 x index_topk bytes a token and
+        full layer) and not selected again in the reverse pass.
       updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
       objective: the loss.
     """
@@ -68,6 +70,7 @@ class PolicyConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     chunk: int = 2048
+    keep_selection: bool = False
     updates: int = 1
     objective: objectives.GRPOConfig = objectives.GRPOConfig()
 
@@ -77,6 +80,8 @@ class PolicyConfig:
         for field in ("max_new_tokens", "chunk", "updates", "capacity"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
+        if self.keep_selection and self.mode != "exact":
+            raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature}; accepted: above 0 (greedy responses would all be alike)")
         if not 0 < self.top_p <= 1:
@@ -85,8 +90,6 @@ class PolicyConfig:
 
 def check_mode(mode: str) -> None:
     """Raises ValueError for anything but a supported prefix-gradient mode."""
-    if mode == "exact":
-        raise ValueError(f"mode='exact' is not implemented yet; accepted: {' or '.join(map(repr, MODES))}")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}; accepted: {' or '.join(map(repr, MODES))}")
 
@@ -204,20 +207,14 @@ def _fresh_state(model, optimizer, adapters):
     return jax.tree.map(jax.lax.with_sharding_constraint, state, _state_shardings(model, optimizer))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "objective", "max_len"))
-def _member_gradient(model, objective, max_len, base, adapters, prefix, member, temperature):
-    def loss_of(adapters):
-        logp, entropy = replay.member_logprobs(
-            model,
-            base,
-            adapters,
-            prefix,
-            member.inputs,
-            member.targets,
-            member.lengths,
-            temperature,
-            per_device=True,
-        )
+@functools.partial(jax.jit, static_argnames=("model", "objective", "max_len"), donate_argnames="page_grads")
+def _member_gradient(model, objective, max_len, base, adapters, prefix, page_grads, member, temperature):
+    def loss_of(adapters, sinks):
+        row = (member.inputs, member.targets, member.lengths, temperature)
+        if sinks is None:
+            logp, entropy = replay.member_logprobs(model, base, adapters, prefix, *row, per_device=True)
+        else:
+            logp, entropy, sinks = replay.member_logprobs_collecting(model, base, adapters, prefix, sinks, *row)
         loss, metrics = objectives.member_loss(
             logp,
             entropy,
@@ -229,10 +226,11 @@ def _member_gradient(model, objective, max_len, base, adapters, prefix, member, 
             sampler_logp=member.sampler_logp,
             max_len=max_len,
         )
-        return loss.sum, (loss, metrics)
+        return (loss.sum, sinks), (loss, metrics)
 
-    grads, (loss, metrics) = jax.grad(loss_of, has_aux=True)(adapters)
-    return Total(grads, loss, metrics)
+    (value, _), pull, (loss, metrics) = jax.vjp(loss_of, adapters, page_grads, has_aux=True)
+    grads, page_grads = pull((jnp.ones_like(value), page_grads))
+    return Total(grads, loss, metrics), page_grads
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -252,20 +250,50 @@ def add_group(
     prefix: PrefixState,
     group: Group,
     total: Total | None,
-) -> Total:
+    page_grads: exact_gradient.PageGrads | None = None,
+) -> tuple[Total, exact_gradient.PageGrads | None]:
     """Replays every member in turn and adds its gradients, loss and metrics; one member's graph is alive at a time.
 
     Args:
       adapters: from lora.per_device.
       total: what came before, None for nothing. It is donated.
+      page_grads: for `exact`, gradient pages to which every member adds. They are donated.
     """
     for g in range(group.inputs.shape[0]):
         member = jax.tree.map(lambda x, g=g: x[g], group)
-        one = _member_gradient(
-            model, config.objective, config.max_new_tokens, base, adapters, prefix, member, config.temperature
-        )
+        args = (base, adapters, prefix, page_grads, member, config.temperature)
+        one, page_grads = _member_gradient(model, config.objective, config.max_new_tokens, *args)
         total = one if total is None else _add(total, one)
-    return total
+    return total, page_grads
+
+
+def add_prompt(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    adapters: Params,
+    resident: refresh.Resident,
+    page_grads: exact_gradient.PageGrads,
+    total: Total,
+) -> Total:
+    """Adds the prompt's own term, for `exact`: one reverse pass for all members of `page_grads`.
+
+    Args:
+      adapters: from lora.per_device.
+      page_grads, total: from add_group. They are donated.
+    """
+    grads = exact_gradient.exact_prefix_vjp(
+        model,
+        base,
+        adapters,
+        resident.prefix,
+        resident.tokens[:-1],
+        page_grads,
+        total.grads,
+        chunk=config.chunk,
+        selections=resident.selections,
+    )
+    return dataclasses.replace(total, grads=grads)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "optimizer"))
@@ -359,7 +387,7 @@ def _trimmed(samples: sampling.Samples) -> list[list[int]]:
     return [row[:n].tolist() for row, n in zip(samples.tokens, samples.lengths, strict=True)]
 
 
-def _resident(model, config, base, base_fingerprint, adapters, tokens, held, step=0, progress=None):
+def _resident(model, config, base, base_fingerprint, adapters, tokens, held, step=0, progress=None, keep=False):
     return refresh.refresh(
         model,
         base,
@@ -371,6 +399,7 @@ def _resident(model, config, base, base_fingerprint, adapters, tokens, held, ste
         capacity=config.capacity,
         step=step,
         progress=progress,
+        keep_selection=keep,
     )
 
 
@@ -418,7 +447,16 @@ def transaction(
                 # A frozen prompt is the base policy's; otherwise every step makes a held one stale.
                 used = None if config.mode == "frozen" else state.adapters
                 held = _resident(
-                    model, config, base, base_fingerprint, used, tokens, held, int(state.step), progress
+                    model,
+                    config,
+                    base,
+                    base_fingerprint,
+                    used,
+                    tokens,
+                    held,
+                    int(state.step),
+                    progress,
+                    config.keep_selection,
                 )
             age = max(age, int(state.step) - held.captured_at)
             if update == 0:
@@ -448,8 +486,15 @@ def transaction(
                     Rollout(tokens, responses, rewards, np.asarray(group.advantages), truncated, list(events))
                 )
             with clock.phase("replay"):
-                total = add_group(model, config, base, adapters, held.prefix, groups[number], total)
+                page_grads = exact_gradient.zero_page_grads(model, held.prefix) if config.mode == "exact" else None
+                total, page_grads = add_group(
+                    model, config, base, adapters, held.prefix, groups[number], total, page_grads
+                )
                 jax.block_until_ready(total)
+            if config.mode == "exact":
+                with clock.phase("reverse"):
+                    total = add_prompt(model, config, base, adapters, held, page_grads, total)
+                    jax.block_until_ready(total)
         with clock.phase("finalise"):
             state, info = apply_update(model, optimizer, state, total)
             info = jax.tree.map(np.asarray, jax.block_until_ready(info))

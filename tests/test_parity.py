@@ -89,7 +89,7 @@ def command(gradient_parity, config_file):
 @pytest.fixture(scope="module")
 def receipt(command, tmp_path_factory):
     path = tmp_path_factory.mktemp("out") / "parity.json"
-    assert command(f"--tokens={TOKENS}", f"--out={path}") == 0
+    assert command(f"--tokens={TOKENS}", f"--out={path}", "--modes=frozen,detached,exact") == 0
     return json.loads(path.read_text())
 
 
@@ -212,11 +212,11 @@ def test_clipping_without_a_clipped_token_is_a_problem():
 
 
 def test_masks_of_the_modes_end_before_the_boundary_token():
-    masks = {mode: parity.mode_masks(mode, 3, 6) for mode in (*train.MODES, "full")}
+    masks = {mode: parity.mode_masks(mode, 3, 6) for mode in train.MODES}
     np.testing.assert_array_equal(masks["detached"]["detach"], [1, 1, 0, 0, 0, 0])
     np.testing.assert_array_equal(masks["frozen"]["gate"], [0, 0, 1, 1, 1, 1])
-    assert masks["detached"]["gate"].all() and masks["full"]["gate"].all()
-    assert not masks["frozen"]["detach"].any() and not masks["full"]["detach"].any()
+    assert masks["detached"]["gate"].all() and masks["exact"]["gate"].all()
+    assert not masks["frozen"]["detach"].any() and not masks["exact"]["detach"].any()
 
 
 def test_adapters_are_seeded_and_nowhere_zero():
@@ -230,8 +230,8 @@ def test_adapters_are_seeded_and_nowhere_zero():
 
 
 def test_j2_replay_on_eight_devices_equals_whole_sequence_autodiff(receipt):
-    """Gradients and one AdamW step, both modes, at ratio 1 and with clipped tokens."""
-    assert receipt["passed"] and receipt["problems"] == []
+    """Gradients and one AdamW step, every mode, at ratio 1 and with clipped tokens."""
+    assert receipt["passed"] and receipt["problems"] == [] and set(receipt["modes"]) == set(train.MODES)
     for cases in receipt["modes"].values():
         assert set(cases) == set(parity.CASES)
         for figures in cases.values():
@@ -253,7 +253,7 @@ def test_the_stated_share_of_tokens_is_clipped(receipt):
 
 def test_the_control_tells_the_modes_apart(receipt):
     """Dropping the prompt's own term is far above round-off."""
-    for figures in receipt["modes"]["detached"].values():
+    for figures in (*receipt["modes"]["detached"].values(), *receipt["modes"]["exact"].values()):
         assert figures["control"]["relative_l2"] > 1e-2 and figures["control"]["cosine"] < 0.999
     assert all("control" not in figures for figures in receipt["modes"]["frozen"].values())
 
@@ -282,8 +282,7 @@ def test_over_tolerance_exits_1_and_says_what(command, capsys):
         (["--tokens=9", "more"], "arguments ['more']"),
         (["--tokens=1"], "--tokens=1; accepted: at least 2"),
         (["--tokens=177"], "of 193 tokens exceeds max_position_embeddings=192"),
-        (["--tokens=9", "--modes=exact"], "mode='exact' is not implemented yet"),
-        (["--tokens=9", "--modes=whole"], "mode='whole'; accepted: 'frozen' or 'detached'"),
+        (["--tokens=9", "--modes=whole"], "mode='whole'; accepted: 'frozen' or 'detached' or 'exact'"),
         (["--tokens=9", "--modes=frozen,frozen"], "--modes=frozen,frozen; accepted: each mode once"),
         (["--tokens=9", "--config.grpo.beta=0.1"], "grpo.beta=0.1; accepted: 0"),
         (["--tokens=9", "--config.mesh.devices=33"], "mesh.devices=33"),
@@ -296,11 +295,11 @@ def test_bad_usage_is_one_line_and_exit_2(command, capsys, arguments, named):
     assert err.startswith("error: ") and named in err and err.count("\n") == 1
 
 
-def test_the_command_itself_refuses_exact(config_file):
+def test_the_command_itself_refuses_an_unknown_mode(config_file):
     done = subprocess.run(
-        [sys.executable, EXPERIMENTS / "gradient_parity.py", f"--config={config_file}", "--tokens=9", "--modes=exact"],
+        [sys.executable, EXPERIMENTS / "gradient_parity.py", f"--config={config_file}", "--tokens=9", "--modes=whole"],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: mode='exact'")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: mode='whole'")

@@ -128,7 +128,7 @@ def total_of(parts, objective, state=None):
     total = None
     for part in parts:
         config = policy(objective=objective)
-        total = train.add_group(job().model, config, job().base, used, prefix(), part, total)
+        total, _ = train.add_group(job().model, config, job().base, used, prefix(), part, total)
     return total
 
 
@@ -288,7 +288,7 @@ def test_c1_c3_also_at_another_temperature():
     assert report.metrics["sampling/max_abs_log_ratio"] < 1e-5 and report.metrics["max_abs_log_ratio"] < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["detached", "frozen"])
+@pytest.mark.parametrize("mode", ["detached", "frozen", "exact"])
 def test_j1_a_second_update_has_a_ratio_and_the_prompt_state_of_its_own_weights(mode):
     start = trained_state()
     state, (first, second), held = transact(start, updates=2, mode=mode)
@@ -299,8 +299,9 @@ def test_j1_a_second_update_has_a_ratio_and_the_prompt_state_of_its_own_weights(
         == fingerprint.tree_fingerprint(state.adapters)
         != first.adapter_fingerprint
     )
-    assert first.prefix_age == 0 and second.prefix_age == (0 if mode == "detached" else 1)
-    assert held.captured_at == int(start.step) + (1 if mode == "detached" else 0)
+    assert first.prefix_age == 0 and second.prefix_age == (1 if mode == "frozen" else 0)
+    assert held.captured_at == int(start.step) + (0 if mode == "frozen" else 1)
+    assert ("reverse" in second.seconds) == (mode == "exact")
     assert "capture" in second.seconds and "sample" not in second.seconds
 
 
@@ -425,8 +426,8 @@ def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"mode": "exact"}, "mode='exact' is not implemented yet; accepted: 'frozen' or 'detached'"),
-        ({"mode": "thawed"}, "mode='thawed'; accepted: 'frozen' or 'detached'"),
+        ({"mode": "thawed"}, "mode='thawed'; accepted: 'frozen' or 'detached' or 'exact'"),
+        ({"keep_selection": True}, "keep_selection=True with mode='detached'; accepted: with mode='exact'"),
         ({"group": 1}, "1; accepted: an integer of at least 2"),
         ({"max_new_tokens": 0}, "max_new_tokens=0; accepted: at least 1"),
         ({"chunk": 0}, "chunk=0; accepted: at least 1"),

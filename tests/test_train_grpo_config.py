@@ -145,6 +145,7 @@ FIELDS = {
     "grpo.mask_truncated": (True, loss_of, OBJECTIVE),
     "grpo.zero_variance_kl": (False, loss_of, OBJECTIVE),
     "capture.chunk": (32, loaded(lambda job: job.policy.chunk), {}),
+    "capture.keep_selection": (True, loaded(lambda job: job.policy.keep_selection), {"grpo.mode": "exact"}),
     "reward.functions": (("digit_share",), logged, RUN),
     "reward.weights": ((0.5,), logged, RUN),
     "reward.timeout_s": (0.2, killed_after, {"reward.timeout_s": 0.1}),

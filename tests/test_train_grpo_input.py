@@ -67,10 +67,10 @@ BAD = {
         ["max_position_embeddings=256", "--config.model.yarn_positions=", "prompt plus response of "],
     ),
     "group of one": (["--config.grpo.group=1"], ["group", "1; accepted: an integer of at least 2"]),
-    "unknown mode": (["--config.grpo.mode=thawed"], ["mode='thawed'", "'frozen' or 'detached'"]),
-    "exact": (
-        ["--config.grpo.mode=exact"],
-        ["mode='exact' is not implemented yet", "'frozen' or 'detached'"],
+    "unknown mode": (["--config.grpo.mode=thawed"], ["mode='thawed'", "'frozen' or 'detached' or 'exact'"]),
+    "a selection that nothing would read": (
+        ["--config.capture.keep_selection=True"],
+        ["keep_selection=True with mode='detached'", "accepted: with mode='exact'"],
     ),
     "mesh that does not divide": (
         ["--config.mesh.devices=5", "--config.mesh.emulate=True"],

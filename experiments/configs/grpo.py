@@ -43,7 +43,10 @@ def get_config() -> ConfigDict:
                 "mask_truncated": False,
                 "zero_variance_kl": True,
             },
-            "capture": {"chunk": 2048},
+            "capture": {
+                "chunk": 2048,
+                "keep_selection": False,  # exact mode: hold what queries select on the host, do not select again
+            },
             "reward": {
                 "functions": ("boxed_math",),
                 "weights": (1.0,),

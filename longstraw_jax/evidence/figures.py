@@ -16,7 +16,7 @@ A step record (a line of steps.jsonl; `$defs/step` of receipt.schema.json says t
     metrics             name -> number: kl, entropy, clip_ratio/low, clip_ratio/high, ratio/mean, ratio/max,
                         sampling/importance_sampling_ratio/mean, max_abs_log_ratio, frac_reward_zero_std,
                         completions/clipped_ratio and others
-    seconds             phase -> seconds: capture, sample, reward, score, replay, finalise; step is the whole
+    seconds             phase -> seconds: capture, sample, reward, score, replay, reverse, finalise; step is the whole
     peak_bytes          peak memory so far (see longstraw_jax.evidence.memory)
     prefix_age          optimizer steps since the prompt's capture
     adapter_fingerprint of the adapters after the step

@@ -19,9 +19,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax import forward, lora, replay, sharding, train
+from longstraw_jax import exact_gradient, forward, lora, replay, sharding, train
 from longstraw_jax.model import decoder
-from longstraw_jax.prefix import capture
+from longstraw_jax.prefix import capture, refresh
 from longstraw_jax.rl import advantages, masks, objectives
 from longstraw_jax.types import Model, Params, PrefixState
 
@@ -221,16 +221,23 @@ def make_groups(
 
 
 def replay_gradient(
-    side: Side, config: train.PolicyConfig, prefix: PrefixState, group: train.Group
+    side: Side, config: train.PolicyConfig, resident: refresh.Resident, group: train.Group
 ) -> tuple[Params, train.Total]:
     """The objective's gradient by replaying each member against the captured prompt, and the sums it comes from.
+
+    With config.mode "exact" the prompt's own term is in it.
 
     Returns:
       Gradients of the mean loss, fp32 on the host, and what train.apply_update takes.
     """
     mesh = side.model.mesh
     copies = lora.per_device(side.adapters, mesh)
-    total = train.add_group(side.model, config, side.base, copies, prefix, group, None)
+    exact = config.mode == "exact"
+    page_grads = exact_gradient.zero_page_grads(side.model, resident.prefix) if exact else None
+    args = (side.model, config, side.base, copies)
+    total, page_grads = train.add_group(*args, resident.prefix, group, None, page_grads)
+    if exact:
+        total = train.add_prompt(*args, resident, page_grads, total)
     grads, count = jax.device_get((lora.finalise(total.grads, mesh), total.loss.count))
     return _divided(grads, count), total
 
@@ -300,7 +307,7 @@ def _first_step(optimizer, adapters, grads):
 
 
 def mode_masks(mode: str, prompt_tokens: int, tokens: int) -> dict[str, Bool[np.ndarray, "tokens"]]:
-    """`gate` and `detach` of the full-sequence pass that a mode equals; "full" drops nothing."""
+    """`gate` and `detach` of the full-sequence pass that a mode equals; "exact" drops nothing."""
     resident = np.arange(tokens) < prompt_tokens - 1  # the boundary token's own path is differentiated
     return {
         "gate": ~resident if mode == "frozen" else np.ones(tokens, bool),
@@ -321,19 +328,20 @@ def measure_mode(
     """Replay on `wide` beside the whole-sequence gradient on `single`, per case.
 
     Args:
-      mode: "frozen" or "detached".
+      mode: one of train.MODES.
       wide, single: the same policy on the mesh and on one device.
-      config: its `mode` is not read: replay has none, the prefix does.
+      config: its `mode` is not read.
       optimizer: of the one step from fresh moments.
 
     Returns:
       case -> gradient and step (see `compare`; the step's are differences of adapters), loss_found, loss_wanted,
-      clipped_fraction, step_taken and, for "detached", control: the detached baseline beside the true full gradient.
+      clipped_fraction, step_taken and, unless "frozen", control: the detached baseline beside the true full gradient.
 
     Raises:
       ConfigError: the prompt is longer than the model's positions.
     """
     train.check_mode(mode)
+    config = dataclasses.replace(config, mode=mode)
     model, targets = wide.model, tensor_targets(wide.model)
     prefix = capture.capture(
         model,
@@ -343,13 +351,18 @@ def measure_mode(
         chunk=config.chunk,
         fingerprint=jnp.zeros((2,), jnp.uint32),  # nobody else sees this prefix
     )
+    resident = refresh.Resident(prompt, prefix, captured_at=0)
     state = dataclasses.replace(train.init_state(model, optimizer, seed), adapters=wide.adapters)
     results = {}
     for case, group in make_groups(wide, config, prefix, int(prompt[-1]), responses, seed).items():
-        found, total = replay_gradient(wide, config, prefix, group)
+        found, total = replay_gradient(wide, config, resident, group)
         after, info = train.apply_update(model, optimizer, state, total)
         tokens = prompt.size + group.inputs.shape[1]
-        wanted, loss = full_gradient(single, config, prompt, group, **mode_masks(mode, prompt.size, tokens))
+        baselines = {
+            name: full_gradient(single, config, prompt, group, **mode_masks(name, prompt.size, tokens))
+            for name in ({mode} if mode == "frozen" else {"detached", "exact"})
+        }
+        wanted, loss = baselines[mode]
         # Adapters after the step, less what both started from.
         before, *stepped = jax.device_get(
             (single.adapters, after.adapters, _first_step(optimizer, single.adapters, wanted))
@@ -364,9 +377,8 @@ def measure_mode(
             "clipped_fraction": float(metrics["clip_ratio/low"] + metrics["clip_ratio/high"]),
             "step_taken": bool(info["taken"]),
         }
-        if mode == "detached":
-            full, _ = full_gradient(single, config, prompt, group, **mode_masks("full", prompt.size, tokens))
-            results[case]["control"] = compare(wanted, full, targets)
+        if mode != "frozen":
+            results[case]["control"] = compare(baselines["detached"][0], baselines["exact"][0], targets)
     return results
 
 

@@ -39,6 +39,7 @@ class Pass:
       detach: [B, tail] tail rows whose latents carry no gradient (their own path is not differentiated).
       gate: [B, T] queries that see the adapters, None for all.
       collect: hand back every intermediate a reference comparison wants.
+      keep_selection: hand back what full layers select.
     """
 
     axis: str | None
@@ -55,6 +56,7 @@ class Pass:
     detach: Bool[Array, "B tail"] | None = None
     gate: Bool[Array, "B T"] | None = None
     collect: bool = False
+    keep_selection: bool = False
 
     def tail(self, new: Float[Array, "B T W"], cache: Float[Array, "B tail W"] | None) -> Float[Array, "B tail W"]:
         """The whole tail on this device, the queries' own rows included."""
@@ -97,16 +99,19 @@ class Block(nnx.Module):
         caches: tuple[Array | None, Array | None],
         run: Pass,
         pairs: dict[str, Pair],
-    ) -> tuple[Array, Array, tuple[Array | None, Array | None], dict[str, Array]]:
+        sink: tuple[Array, Array] | None = None,
+    ) -> tuple[Array, Array, Array | None, tuple[Array | None, Array | None], dict[str, Array]]:
         """Runs the layer.
 
         Args:
-          selection: ids from the full layer below; a full layer ignores it and makes its own.
+          selection: ids from the full layer below; a full layer makes its own where none are given.
           pages: this device's (latents, index keys) of the prompt, None for no prompt or a shared layer's keys.
           caches: tails (latents, index keys) of a decode, else None.
+          sink: (sink, place) as in parallel.attend_collecting, None where pages are constants.
 
         Returns:
-          The residual stream, the selection, the kept (latents, index keys) and, if asked for, intermediates.
+          The residual stream, the selection, the sink, the kept (latents, index keys) and, if asked for,
+          intermediates.
         """
         extras: dict[str, Array] = {}
         h = self.input_layernorm(x)
@@ -115,7 +120,7 @@ class Block(nnx.Module):
         if run.detach is not None:
             tail = jnp.where(run.detach[..., None], jax.lax.stop_gradient(tail), tail)
         key_tail = None
-        if self.kinds[0] == "full":
+        if self.kinds[0] == "full" and selection is None:
             q, w, k = self.self_attn.indexer(*jax.lax.stop_gradient((h, qr)), run.cos, run.sin)
             q, w, k = jax.lax.stop_gradient((q, w, k))
             key_tail = run.tail(k, caches[1])
@@ -129,14 +134,23 @@ class Block(nnx.Module):
                 scores = jax.vmap(indexer_topk.index_scores)(q, w, key_tail)
                 causal = jnp.arange(key_tail.shape[1]) <= run.query_index[..., None]
                 extras["index_scores"] = jnp.where(causal, scores, -jnp.inf)
+            if run.keep_selection:
+                extras["selection"] = selection
         if run.attention == "expanded":
             values = self._expanded(q_nope, q_pe, pages[0], tail, selection, run, pairs)
         else:
-            out = parallel.attend(
-                self.self_attn.absorb(q_nope, q_pe, pairs), pages[0], tail, selection, run.length,
+            q = self.self_attn.absorb(q_nope, q_pe, pairs)
+            opts = dict(
                 scale=self.config.softmax_scale, value_dim=self.config.kv_lora_rank,
                 strategy=run.strategy, axis=run.axis,
             )  # fmt: skip
+            collected = None
+            if sink is None:
+                out = parallel.attend(q, pages[0], tail, selection, run.length, **opts)
+            else:
+                out, collected = parallel.attend_collecting(
+                    q, pages[0], *sink, tail, selection, run.length, **opts
+                )
             values = self.self_attn.unabsorb(out, pairs)
         attn_out = self.self_attn.output(values, pairs)
         x = x + attn_out
@@ -144,7 +158,7 @@ class Block(nnx.Module):
         if run.collect:
             extras |= {"attn_out": attn_out, "selection": selection, "hidden": x}
         kept = (run.kept(tail), run.kept(key_tail) if key_tail is not None else None)
-        return x, selection, kept, extras
+        return x, selection, collected, kept, extras
 
     def _feed_forward(self, h, run, pairs, extras):
         if self.kinds[1] == "dense":

@@ -78,28 +78,48 @@ class Decoder(nnx.Module):
         lora: LoraConfig | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...], list[dict[str, Array]]]:
+        """`collecting` with pages that are constants."""
+        options = dict(pages=pages, caches=caches, adapters=adapters, lora=lora, remat=remat)
+        return self.collecting(ids, run, sinks=None, **options)[:3]
+
+    def collecting(
+        self,
+        ids: Int[Array, "B T"],
+        run: Pass,
+        *,
+        sinks: tuple[Array, ...] | None,
+        selections: tuple[Int[Array, "R B T K"], ...] | None = None,
+        pages: tuple[tuple[Array, Array], ...] | None = None,
+        caches: tuple[Any, ...] | None = None,
+        adapters: Params | None = None,
+        lora: LoraConfig | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...], list[dict[str, Array]], tuple[Array, ...] | None]:
         """Runs the trunk on one device's share.
 
         Args:
+          sinks: per segment as parallel.attend_collecting has it, None for pages that are constants.
+          selections: per segment what its full layers select, None to select here.
           pages: per segment (latents [R, J, pages, 64, W], index keys [R, pages, 64, H]) of the prompt.
           caches: per segment a list over runs of tails (latents [L, B, tail, W], keys [L, B, tail, H] or None).
           adapters: see lora.py; None for none.
 
         Returns:
           The final norm's output; per segment a list over runs of kept (latents, index keys) [L, ..]
-          in the segment; and, when run.collect, per segment a list over runs of intermediates [L, ..].
+          in the segment; when run.collect or keep_selection, per segment a list over runs of intermediates
+          [L, ..]; and the sinks.
         """
         x = parallel.embed(ids, self.embed_tokens.weight[...], run.axis)
         scales = lora.scales() if lora is not None else {}
-        every_kept, every_extra = [], []
+        every_kept, every_extra, every_sink = [], [], []
         for s, (group, segment) in enumerate(zip(self.segments, self.config.segments(), strict=True)):
             split = [nnx.split(block) for block in group.layers]
             graphdefs, states = [g for g, _ in split], [state for _, state in split]
             segment_adapters = (adapters or {}).get("segments", {}).get(str(s), {})
 
-            def layer(x, selection, group_xs, j, i, segment=segment, graphdefs=graphdefs):
+            def layer(x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs):
                 """Layer i of run j; it indexes inside, so that recomputation keeps the group's arrays, not copies."""
-                states, group_pages, group_caches, group_adapters = group_xs
+                states, group_pages, group_caches, group_adapters, _, number = group_xs
                 latents = keys = None
                 if group_pages is not None:
                     latents = group_pages[0][segment.offset(j) + i]
@@ -108,28 +128,32 @@ class Decoder(nnx.Module):
                 state, layer_adapters, cache = jax.tree.map(lambda v: v[i], own)
                 block = nnx.merge(graphdefs[j], _unshard(state, run.axis))
                 pairs = pairs_of(layer_adapters, scales, run.gate)
-                return block(x, selection, (latents, keys), (None, None) if cache is None else cache, run, pairs)
+                if sink is not None:
+                    sink = (sink, jnp.stack([number, segment.offset(j) + i]))
+                caches = (None, None) if cache is None else cache
+                return block(x, selection, (latents, keys), caches, run, pairs, sink)
 
             if remat:
                 policy = jax.checkpoint_policies.save_only_these_names("selection")
-                layer = jax.checkpoint(layer, policy=policy, static_argnums=3)
+                layer = jax.checkpoint(layer, policy=policy, static_argnums=4)
 
-            def one_group(x, group_xs, runs=segment.runs, layer=layer):
-                selection, kept, extras = None, [], []
+            def one_group(carry, group_xs, runs=segment.runs, layer=layer):
+                x, sink = carry
+                selection, kept, extras = group_xs[4], [], []
                 for j, (_, _, count) in enumerate(runs):
                     if count == 1:
-                        x, selection, kept_j, extra = layer(x, selection, group_xs, j, 0)
+                        x, selection, sink, kept_j, extra = layer(x, selection, sink, group_xs, j, 0)
                         kept_j, extra = jax.tree.map(lambda v: v[None], (kept_j, extra))
                     else:
 
-                        def one_layer(x, i, j=j, selection=selection):
-                            x, _, kept, extra = layer(x, selection, group_xs, j, i)
-                            return x, (kept, extra)
+                        def one_layer(carry, i, j=j, selection=selection):
+                            x, _, sink, kept, extra = layer(carry[0], selection, carry[1], group_xs, j, i)
+                            return (x, sink), (kept, extra)
 
-                        x, (kept_j, extra) = jax.lax.scan(one_layer, x, jnp.arange(count))
+                        (x, sink), (kept_j, extra) = jax.lax.scan(one_layer, (x, sink), jnp.arange(count))
                     kept.append(kept_j)
                     extras.append(extra)
-                return x, (kept, extras)
+                return (x, sink), (kept, extras)
 
             def by_group(tree, repeat=segment.repeat):
                 return jax.tree.map(lambda v: v.reshape(repeat, v.shape[0] // repeat, *v.shape[1:]), tree)
@@ -139,12 +163,15 @@ class Decoder(nnx.Module):
                 None if pages is None else pages[s],
                 None if caches is None else by_group(caches[s]),
                 by_group(segment_adapters),
+                None if selections is None else selections[s],
+                None if sinks is None else jnp.arange(segment.repeat),
             )
-            x, done = jax.lax.scan(one_group, x, xs)
+            (x, sink), done = jax.lax.scan(one_group, (x, None if sinks is None else sinks[s]), xs)
             kept, extras = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), done)
             every_kept.append(kept)
             every_extra.append(extras)
-        return self.norm(x), tuple(every_kept), every_extra
+            every_sink.append(sink)
+        return self.norm(x), tuple(every_kept), every_extra, None if sinks is None else tuple(every_sink)
 
     def head_pair(self, adapters: Params | None, lora: LoraConfig | None) -> Pair | None:
         """The low-rank update of lm_head, if there is one."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,93 @@ def _by_group(runs: list[Array], repeat: int) -> Float[Array, "R J kept W"]:
     return jnp.concatenate([x.reshape(repeat, -1, *x.shape[1:]) for x in runs], axis=1)
 
 
+Selections = tuple[Int[Array, "R 1 C K"], ...]  # of a chunk: per segment what its full layers select
+
+
+def run_chunk(
+    model: Model,
+    axis: str | None,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    ids: Int[Array, "C"],
+    count: Int[Array, ""],
+    *,
+    sinks: tuple[Array, ...] | None = None,
+    selections: Selections | None = None,
+    keep_selection: bool = False,
+) -> tuple[Int[Array, "kept"], Any, Any, Any, Any]:
+    """The chunk that follows `prefix.length` tokens, on one device's share; for use inside a mapped body.
+
+    Queries stay on their device, each layer's keys and latents are gathered for use (*gather-keys*).
+
+    Args:
+      count: real tokens among `ids`.
+      sinks, selections: as in Decoder.collecting; with sinks, layers are recomputed in the backward pass.
+
+    Returns:
+      Pool rows of what this device keeps (out of bounds for what it does not); per segment its latents
+      [R, J, kept, W]; its index keys [R, kept, H], or None where selections were given; what full layers selected,
+      if asked for; the sinks.
+    """
+    config = model.config
+    chunk = ids.shape[0] * parallel.axis_size(axis)
+    index = parallel.axis_index(axis) * ids.shape[0] + jnp.arange(ids.shape[0], dtype=jnp.int32)
+    capacity = prefix.latents[0].shape[2] * prefix.latents[0].shape[3]
+    kept, rows = pages.chunk_rows(prefix.length, count, chunk, capacity, axis)
+    cos, sin = rope.cos_sin((prefix.length + index)[None], config.rope_parameters, config.qk_rope_head_dim)
+    run = Pass(
+        axis=axis,
+        cos=cos,
+        sin=sin,
+        query_index=jnp.where(index < count, index, -1)[None],
+        length=prefix.length,
+        strategy="gather_keys",
+        attention=model.attention,
+        keep="rows",
+        keep_rows=kept,
+        keep_selection=keep_selection,
+    )
+    _, new, extras, sinks = nnx.merge(model.graphdef, base).collecting(
+        ids[None],
+        run,
+        sinks=sinks,
+        selections=selections,
+        pages=tuple(zip(prefix.latents, prefix.index_keys, strict=True)),
+        adapters=adapters,
+        lora=model.lora,
+        remat=model.remat and sinks is not None,
+    )
+    latents = tuple(
+        _by_group([latents for latents, _ in runs], pool.shape[0])
+        for pool, runs in zip(prefix.latents, new, strict=True)
+    )
+    chosen = tuple(runs[0]["selection"] for runs in extras) if keep_selection else None
+    return rows, latents, tuple(runs[0][1] for runs in new), chosen, sinks
+
+
+def _append(model, base, adapters, state, ids, count, *, keep_selection):
+    """The state with the chunk appended, and its selections or None."""
+
+    def body(axis, base, adapters, state, ids, count):
+        rows, latents, keys, chosen, _ = run_chunk(
+            model, axis, base, adapters, state, ids, count, keep_selection=keep_selection
+        )
+        latents = tuple(pages.write(pool, rows, new) for pool, new in zip(state.latents, latents, strict=True))
+        keys = tuple(pages.write(pool, rows, new) for pool, new in zip(state.index_keys, keys, strict=True))
+        return PrefixState(latents, keys, state.length + count, state.fingerprint), chosen
+
+    specs = pages.prefix_specs(model.config)
+    in_specs = (decoder.param_specs(model.config), lora.stored_specs(model, adapters), specs, P(sharding.AXIS), P())
+    out_specs = (specs, selection_spec())
+    return parallel.mapped(body, model.mesh, in_specs, out_specs)(base, adapters, state, ids, count)
+
+
+def selection_spec() -> P:
+    """PartitionSpec of every segment's selection of a chunk: by query."""
+    return P(None, None, sharding.AXIS)
+
+
 @functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
 def capture_chunk(
     model: Model,
@@ -32,47 +120,31 @@ def capture_chunk(
     ids: Int[Array, "C"],
     count: Int[Array, ""],
 ) -> PrefixState:
-    """Appends the first `count` of `ids` to the resident prompt. The state is donated.
+    """Appends the first `count` of `ids` to the resident prompt. The state is donated."""
+    return _append(model, base, adapters, state, ids, count, keep_selection=False)[0]
 
-    Queries stay on their device, each layer's keys and latents are gathered for use (*gather-keys*).
-    """
-    config = model.config
 
-    def body(axis, base, adapters, state, ids, count):
-        chunk = ids.shape[0] * parallel.axis_size(axis)
-        index = parallel.axis_index(axis) * ids.shape[0] + jnp.arange(ids.shape[0], dtype=jnp.int32)
-        capacity = state.latents[0].shape[2] * state.latents[0].shape[3]
-        kept, rows = pages.chunk_rows(state.length, count, chunk, capacity, axis)
-        cos, sin = rope.cos_sin((state.length + index)[None], config.rope_parameters, config.qk_rope_head_dim)
-        run = Pass(
-            axis=axis,
-            cos=cos,
-            sin=sin,
-            query_index=jnp.where(index < count, index, -1)[None],
-            length=state.length,
-            strategy="gather_keys",
-            attention=model.attention,
-            keep="rows",
-            keep_rows=kept,
-        )
-        trunk = nnx.merge(model.graphdef, base)
-        _, new, _ = trunk(
-            ids[None],
-            run,
-            pages=tuple(zip(state.latents, state.index_keys, strict=True)),
-            adapters=adapters,
-            lora=model.lora,
-        )
-        latents = tuple(
-            pages.write(pool, rows, _by_group([latents for latents, _ in runs], pool.shape[0]))
-            for pool, runs in zip(state.latents, new, strict=True)
-        )
-        keys = tuple(pages.write(pool, rows, runs[0][1]) for pool, runs in zip(state.index_keys, new, strict=True))
-        return PrefixState(latents, keys, state.length + count, state.fingerprint)
+@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
+def capture_chunk_and_selection(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    state: PrefixState,
+    ids: Int[Array, "C"],
+    count: Int[Array, ""],
+) -> tuple[PrefixState, Selections]:
+    """`capture_chunk` that also returns what its tokens select."""
+    return _append(model, base, adapters, state, ids, count, keep_selection=True)
 
-    specs = pages.prefix_specs(config)
-    in_specs = (decoder.param_specs(config), lora.stored_specs(model, adapters), specs, P(sharding.AXIS), P())
-    return parallel.mapped(body, model.mesh, in_specs, specs)(base, adapters, state, ids, count)
+
+def chunk_ids(model: Model, tokens: Int[np.ndarray, "S"], chunk: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Start, number of tokens and ids [C] of each chunk, zero-padded to what the mesh divides."""
+    padded = -(-chunk // model.devices) * model.devices
+    for start in range(0, tokens.size, chunk):
+        piece = tokens[start : start + chunk]
+        ids = np.zeros((padded,), np.int32)
+        ids[: piece.size] = piece
+        yield start, piece.size, ids
 
 
 def capture(
@@ -85,6 +157,7 @@ def capture(
     fingerprint: UInt[Array, "2"],
     capacity: int | None = None,
     progress: Callable[[int], None] | None = None,
+    keep_selection: Callable[[Selections], None] | None = None,
 ) -> PrefixState:
     """The resident state of a prompt's first tokens.
 
@@ -95,6 +168,7 @@ def capture(
       fingerprint: of (base, adapters), see freshness.py; kept with the state.
       capacity: tokens to make room for, by default those given; equal capacities share compiled programs.
       progress: called with the number of tokens captured after each chunk.
+      keep_selection: called with what each chunk selects: 4 x index_topk bytes a token and full layer.
 
     Raises:
       ConfigError: more tokens than max_position_embeddings - 1.
@@ -110,14 +184,15 @@ def capture(
         raise ValueError(f"capacity={capacity}; accepted: at least the {tokens.size} tokens to capture")
     check_ids(tokens, config.vocab_size)
     state = pages.allocate(model, capacity)
-    padded = -(-chunk // model.devices) * model.devices
-    for start in range(0, tokens.size, chunk):
-        piece = tokens[start : start + chunk]
-        ids = np.zeros((padded,), np.int32)
-        ids[: piece.size] = piece
-        state = capture_chunk(model, base, adapters, state, ids, np.int32(piece.size))
+    for start, count, ids in chunk_ids(model, tokens, chunk):
+        args = (model, base, adapters, state, ids, np.int32(count))
+        if keep_selection is None:
+            state = capture_chunk(*args)
+        else:
+            state, chosen = capture_chunk_and_selection(*args)
+            keep_selection(chosen)
         if progress is not None:
-            progress(start + piece.size)
+            progress(start + count)
     # Last, because a chunk donates the state it extends and the caller keeps the fingerprint.
     return dataclasses.replace(state, fingerprint=fingerprint)
 

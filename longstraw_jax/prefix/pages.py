@@ -96,3 +96,11 @@ def write(
     """Writes token rows of every layer into this device's pool; rows out of bounds are dropped."""
     flat = pool.reshape(*pool.shape[:-3], -1, pool.shape[-1])
     return flat.at[..., rows, :].set(values.astype(pool.dtype), mode="drop").reshape(pool.shape)
+
+
+def read(
+    pool: Float[Array, "*layers pages 64 W"], rows: Int[Array, "kept"]
+) -> Float[Array, "*layers kept W"]:
+    """Token rows of every layer of this device's pool; 0 for rows out of bounds. The transpose of `write`."""
+    flat = pool.reshape(*pool.shape[:-3], -1, pool.shape[-1])
+    return flat.at[..., rows, :].get(mode="fill", fill_value=0)

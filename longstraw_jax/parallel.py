@@ -6,6 +6,7 @@ of it: inside the body they would come out multiplied by the axis size.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from pallas_kernels.indexer_topk import reference as indexer_topk
 from pallas_kernels.sparse_mla import reference as sparse_mla
 
 SELECT_BLOCK = 64  # queries scored at once
+EXPERT_ROWS = 8192  # rows that a device may receive whatever the routing, before passes are bounded
 
 
 def mapped(body: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -70,7 +72,12 @@ def gather_together(shards: list[Array], dims: list[int], axis: str) -> list[Arr
 
 
 def any_device(flag: Bool[Array, ""], axis: str | None) -> Bool[Array, ""]:
-    return flag if axis is None else jax.lax.pmax(flag.astype(jnp.int32), axis) > 0
+    return largest(flag.astype(jnp.int32), axis) > 0
+
+
+def largest(x: Int[Array, ""], axis: str | None) -> Int[Array, ""]:
+    """The largest over devices."""
+    return x if axis is None else jax.lax.pmax(x, axis)
 
 
 def embed(ids: Int[Array, "B T"], table: Float[Array, "V d"], axis: str | None) -> Float[Array, "B T D"]:
@@ -114,11 +121,26 @@ def _blocks(fn, args, block, axis=0):
     return jax.lax.slice_in_dim(joined, 0, t, axis=axis)
 
 
-def _tail_candidates(q, w, keys, query_index):
-    """Scores and visibility over the tail: row j of a sequence is visible to its query t iff j <= query_index[t]."""
-    scores = jax.vmap(indexer_topk.index_scores)(q, w, keys)  # [B, T, tail]
-    visible = jnp.arange(keys.shape[1]) <= query_index[..., None]
-    return scores, visible
+def _packed(scores, ids):
+    """Scores and ids as one message: an id travels as the bits of a float."""
+    return jnp.stack([scores, jax.lax.bitcast_convert_type(ids, jnp.float32)])
+
+
+def _unpacked(message):
+    return message[0], jax.lax.bitcast_convert_type(message[1], jnp.int32)
+
+
+def _tail_candidates(q, w, keys, query_index, k):
+    """The best keys of each row's own tail, [B, T, K]: tail row j is visible to query t iff j <= query_index[t]."""
+
+    def block(keys, q, w, index):
+        visible = jnp.arange(keys.shape[0]) <= index[:, None]
+        return _packed(*indexer_topk.select(indexer_topk.index_scores(q, w, keys), visible, k))
+
+    def row(keys, *queries):
+        return _blocks(lambda args: block(keys, *args), queries, SELECT_BLOCK, axis=1)
+
+    return _unpacked(jax.vmap(row, out_axes=1)(keys, q, w, query_index))
 
 
 def select(
@@ -145,48 +167,33 @@ def select(
       strategy: "gather_keys" (many queries: keys travel) or "merge_candidates" (few: queries and candidates travel).
     """
     b, t = query_index.shape
-    tail_scores, visible = _tail_candidates(q, w, tail, query_index)
-    tail_scores, visible = (x.reshape(b * t, -1) for x in (tail_scores, visible))
+    tail_scores, tail_ids = _tail_candidates(q, w, tail, query_index, k)
     if pages is None:
-        _, ids = indexer_topk.select(tail_scores, visible, k)
-        return ids.reshape(b, t, -1)
+        return tail_ids
+    tail_scores, tail_ids = (x.reshape(b * t, -1) for x in (tail_scores, tail_ids))
     q, w, real = q.reshape(b * t, *q.shape[2:]), w.reshape(b * t, -1), (query_index >= 0).reshape(-1)
-    if strategy == "gather_keys" or axis is None:
-        keys = flat_pages(pages, axis)
-
-        def from_all(args):
-            q, w, real, tail_scores, visible = args
-            in_prompt = (jnp.arange(keys.shape[0]) < length)[None] & real[:, None]
-            scores = jnp.concatenate([indexer_topk.index_scores(q, w, keys), tail_scores], axis=-1)
-            _, ids = indexer_topk.select(scores, jnp.concatenate([in_prompt, visible], axis=-1), k)
-            return jnp.where(ids >= keys.shape[0], ids - keys.shape[0] + length, ids)
-
-        ids = _blocks(from_all, (q, w, real, tail_scores, visible), SELECT_BLOCK)
-        return ids.reshape(b, t, -1)
-
-    n, me = axis_size(axis), axis_index(axis)
-    rows = jnp.arange(pages.shape[0] * PAGE)
+    here = axis if strategy == "merge_candidates" else None
+    n, me = axis_size(here), axis_index(here)
+    keys = flat_pages(pages, axis) if here is None else pages.reshape(-1, pages.shape[-1])
+    rows = jnp.arange(keys.shape[0])
     position = ((rows // PAGE) * n + me) * PAGE + rows % PAGE  # ascending, so local ties go to the lowest position too
-    keys = pages.reshape(-1, pages.shape[-1])
 
-    def from_mine(args):
+    def best(args):
         (qw,) = args
         scores, ids = indexer_topk.select(
             indexer_topk.index_scores(qw[..., :-1], qw[..., -1], keys), (position < length)[None], k
         )
-        ids = jnp.where(ids < 0, -1, position[jnp.where(ids < 0, 0, ids)])
-        return jnp.stack([scores, jax.lax.bitcast_convert_type(ids, jnp.float32)])
+        return _packed(scores, jnp.where(ids < 0, -1, position[jnp.where(ids < 0, 0, ids)]))
 
-    # One message there (fp32, which rounds no weight) and one back (an id travels as the bits of a float).
+    # One message there (fp32, which rounds no weight) and one back; nothing travels where the keys have come here.
     message = jnp.concatenate([q.astype(jnp.float32), w[..., None]], axis=-1)
-    found = _blocks(from_mine, (gather(message, axis, 0),), SELECT_BLOCK, axis=1)
-    scores, ids = exchange(found, axis, 1, 2)  # [B T, devices * K]: my queries, all candidates
-    ids = jnp.where(real[:, None], jax.lax.bitcast_convert_type(ids, jnp.int32), -1)
+    found = _blocks(best, (gather(message, here, 0),), SELECT_BLOCK, axis=1)
+    scores, ids = _unpacked(exchange(found, here, 1, 2))  # [B T, devices * K]: my queries, all candidates
+    ids = jnp.where(real[:, None], ids, -1)
     scores = jnp.where(ids < 0, -jnp.inf, scores)
-    tail_ids = jnp.where(visible, length + jnp.arange(visible.shape[-1]), -1)
-    scores = jnp.concatenate([scores, jnp.where(visible, tail_scores, -jnp.inf)], axis=-1)
-    _, ids = indexer_topk.merge(scores, jnp.concatenate([ids, tail_ids], axis=-1), k)
-    return ids.reshape(b, t, -1)
+    tail_ids = jnp.where(tail_ids < 0, -1, length + tail_ids)
+    scores, ids = (jnp.concatenate(x, axis=-1) for x in ((scores, tail_scores), (ids, tail_ids)))
+    return indexer_topk.merge(scores, ids, k)[1].reshape(b, t, -1)
 
 
 def attend(
@@ -291,6 +298,41 @@ def _attend(read, q, tail, ids, length, scale, value_dim, strategy, axis):
     return out.reshape(b, t, heads, -1).astype(q.dtype), sink
 
 
+def expert_room(tokens: int, chosen: int, local_experts: int, devices: int, load: float) -> tuple[int, int]:
+    """Rows that a device can send another in one pass of `routed_experts`, and the passes that the worst case takes.
+
+    Args:
+      tokens: of each device.
+      chosen: experts a token.
+      load: rows a pass holds, in units of the mean over all (sender, receiver) pairs. A pass of few rows holds the
+        worst case instead: every choice of every token on one device.
+    """
+    most = tokens * min(chosen, local_experts)
+    if devices * most <= EXPERT_ROWS:
+        return most, 1
+    room = min(most, math.ceil(load * tokens * chosen / devices))
+    return room, -(-most // room)
+
+
+def _expert_rows(rows, expert, experts, pairs, gate):
+    """Each row through its expert of this device; expert numbers past the last give 0."""
+    count = experts["gate_proj"].shape[0]
+    sizes = jnp.bincount(expert, length=count + 1)[:count]
+
+    def apply(name, rows):
+        y = grouped_matmul.grouped_matmul(rows, experts[name], sizes)
+        if name in pairs:
+            a, b, scale = pairs[name]
+            low = grouped_matmul.grouped_matmul(rows.astype(jnp.float32), a, sizes)
+            delta = scale * grouped_matmul.grouped_matmul(low, b, sizes)
+            if gate is not None:
+                delta = jnp.where(gate[:, None], delta, 0.0)
+            y = (y.astype(jnp.float32) + delta).astype(y.dtype)
+        return y
+
+    return apply("down_proj", jax.nn.silu(apply("gate_proj", rows)) * apply("up_proj", rows))
+
+
 def routed_experts(
     x: Float[Array, "T D"],
     ids: Int[Array, "T K"],
@@ -299,49 +341,66 @@ def routed_experts(
     pairs: dict[str, tuple[Array, Array, float]],
     gate: Bool[Array, "T"] | None,
     axis: str | None,
+    *,
+    load: float = 2.0,
 ) -> Float[Array, "T D"]:
     """sum_k weights * expert(x), dropless at any imbalance.
 
-    Tokens travel to every device, each runs its own experts on those routed to it, and the sums travel back. Buffers
-    hold the worst case: every token on this device's experts.
+    Rows travel to the devices that hold their experts and back (all-to-all), in passes of bounded memory: one pass
+    unless some device sends another more than `load` times the mean, then as many as it takes. Imbalance costs time,
+    not memory. A token's sum has a fixed order that other tokens cannot change.
 
     Args:
       ids: chosen experts; E or more routes nowhere (padding).
       experts: this device's gate_proj, up_proj [e, D, F] and down_proj [e, F, D].
       pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale.
       gate: switches the updates per token.
+      load: see `expert_room`.
     """
-    k, local_experts = ids.shape[1], experts["gate_proj"].shape[0]
-    x_all = gather(x, axis, 0)
-    # Ids and weights as one message: an expert's number is exact in fp32.
-    ids_all, weights_all = jnp.split(gather(jnp.concatenate([ids.astype(jnp.float32), weights], -1), axis, 0), 2, -1)
-    ids_all = ids_all.astype(jnp.int32)
-    tokens = x_all.shape[0]
-    expert = ids_all.reshape(-1) - axis_index(axis) * local_experts
-    mine = (expert >= 0) & (expert < local_experts)
-    expert = jnp.where(mine, expert, local_experts)
-    order = jnp.argsort(expert, stable=True)[: tokens * min(k, local_experts)]  # the rest is other devices'
-    sizes = jnp.bincount(expert, length=local_experts + 1)[:local_experts]
-    rows = x_all[order // k]
-    row_gate = None if gate is None else gather(gate, axis, 0)[order // k]
+    (t, k), n, local_experts = ids.shape, axis_size(axis), experts["gate_proj"].shape[0]
+    room, passes = expert_room(t, k, local_experts, n, load)
+    choice = jnp.minimum(ids.reshape(-1), n * local_experts)
+    # Choices in the order of their experts, hence of the devices that hold these.
+    order = jnp.argsort(choice, stable=True).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(t * k, dtype=jnp.int32), unique_indices=True)
+    counts = jnp.bincount(choice, length=n * local_experts + 1)[:-1].reshape(n, local_experts).astype(jnp.int32)
+    sent = counts.sum(1)
+    first = jnp.cumsum(sent) - sent
+    received = jnp.cumsum(exchange(counts, axis, 0, 0), axis=1)  # a sender's rows arrive in the order of my experts
 
-    def apply(name, rows):
-        y = grouped_matmul.grouped_matmul(rows, experts[name], sizes)
-        if name in pairs:
-            a, b, scale = pairs[name]
-            low = grouped_matmul.grouped_matmul(rows.astype(jnp.float32), a, sizes)
-            delta = scale * grouped_matmul.grouped_matmul(low, b, sizes)
-            if row_gate is not None:
-                delta = jnp.where(row_gate[:, None], delta, 0.0)
-            y = (y.astype(jnp.float32) + delta).astype(y.dtype)
-        return y
+    def one_pass(number, y):
+        """Adds pass `number` to y [T K, D], the experts' outputs by choice."""
+        place = number * room + jnp.arange(room, dtype=jnp.int32)
+        token = order[jnp.where(place < sent[:, None], first[:, None] + place, 0)] // k  # [devices, room]
+        rows = exchange(x[token], axis, 0, 0).reshape(n * room, -1)
+        expert = (place[:, None] >= received[:, None, :]).sum(-1).reshape(-1)  # e for no row
+        row_gate = None if gate is None else exchange(gate[token], axis, 0, 0).reshape(-1)
+        if axis is None:  # one sender: in order already
+            out = _expert_rows(rows, expert, experts, pairs, row_gate)
+        else:
+            by_expert = jnp.argsort(expert, stable=True)
+            row_gate = None if gate is None else row_gate[by_expert]
+            out = _expert_rows(rows[by_expert], expert[by_expert], experts, pairs, row_gate)
+            back = jnp.zeros_like(by_expert).at[by_expert].set(jnp.arange(n * room), unique_indices=True)
+            out = out[back]
+        out = exchange(out.reshape(n, room, -1), axis, 0, 0).reshape(n * room, -1)
+        device = jnp.minimum(choice // local_experts, n - 1)
+        slot = rank - first[device] - number * room
+        mine = (choice < n * local_experts) & (slot >= 0) & (slot < room)
+        return jnp.where(mine[:, None], out[jnp.where(mine, device * room + slot, 0)], y)
 
-    y = apply("down_proj", jax.nn.silu(apply("gate_proj", rows)) * apply("up_proj", rows))
-    # Back by gather, not by scatter-add: a token's sum has a fixed order that other tokens cannot change.
-    place = jnp.zeros((tokens * k,), jnp.int32).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
-    picked = jnp.where(mine[:, None], y[place].astype(jnp.float32), 0.0)
-    summed = (picked.reshape(tokens, k, -1) * weights_all[..., None]).sum(1)
-    return scatter_sum(summed, axis, 0).astype(x.dtype)
+    y = jnp.zeros((t * k, x.shape[1]), x.dtype)
+    if passes == 1:
+        y = one_pass(jnp.int32(0), y)
+    else:
+        needed = largest(-(-sent.max() // room), axis)
+
+        def next_pass(y, number):
+            return jax.lax.cond(number < needed, one_pass, lambda _, y: y, number, y), None
+
+        # Recomputed in the backward pass, so that no pass keeps its buffers.
+        y, _ = jax.lax.scan(jax.checkpoint(next_pass), y, jnp.arange(passes, dtype=jnp.int32))
+    return (y.reshape(t, k, -1).astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
 
 
 def _head_logits(hidden, head, pair, axis):

@@ -238,11 +238,11 @@ def expert_arguments():
 
 
 @functools.cache
-def _experts(devices):
+def _experts(devices, load=2.0):
     @on_mesh(devices, (CTX, CTX, CTX, CTX, CTX, CTX))
     def run(axis, x, ids, weights, experts, pairs, gate):
         scaled = {name: (*ab, 0.5) for name, ab in pairs.items()}
-        return parallel.routed_experts(x, ids, weights, experts, scaled, gate, axis)
+        return parallel.routed_experts(x, ids, weights, experts, scaled, gate, axis, load=load)
 
     def loss(x, weights, experts, pairs, ids, gate):
         y = run(x, ids, weights, experts, pairs, gate)
@@ -280,6 +280,66 @@ def test_e5_experts_and_their_gradients_equal_the_dense_form(routing, devices):
         np.testing.assert_allclose(got, wanted, atol=1e-5 * max(1.0, np.abs(wanted).max()))
     nowhere = (ids == EXPERTS).all(-1)
     assert (np.asarray(found)[nowhere] == 0).all() and (np.asarray(grads[0])[nowhere] == 0).all()
+
+
+# Passes: so many tokens a device that a pass is bounded, of 32 experts of which a device holds one or four.
+MANY = 2304
+
+
+@pytest.mark.parametrize(
+    "devices, routing, load", [(32, "spread", 1.0), (32, "one expert", 2.0), (8, "last device", 1.0)]
+)
+def test_e5_any_imbalance_takes_passes_and_drops_nothing(devices, routing, load):
+    """Values and all gradients, where devices send each other more than a pass holds."""
+    per_device = MANY // devices * 4
+    room, passes = parallel.expert_room(per_device, 2, EXPERTS // devices, devices, load)
+    assert passes > 1 and passes * room >= per_device * min(2, EXPERTS // devices)
+    assert room * devices == load * per_device * 2
+    ids = np.resize(routings()[routing], (4 * MANY, 2)).astype(np.int32)
+    rng = np.random.default_rng(5)
+    x, weights = normal(0, 4 * MANY, D), np.abs(normal(4, 4 * MANY, 2))
+    _, _, experts, pairs = expert_arguments()
+    gate = rng.random(4 * MANY) < 0.8
+    (_, found), grads = _experts(devices, load)(x, weights, experts, pairs, ids, gate)
+    want, pull = jax.vjp(lambda *args: _dense_experts(*args, ids, gate), x, weights, experts, pairs)
+    np.testing.assert_allclose(found, want, atol=1e-5 * max(1.0, np.abs(want).max()))
+    seed = jnp.cos(jnp.arange(want.size).reshape(want.shape))
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(pull(seed)), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5 * max(1.0, np.abs(wanted).max()))
+
+
+def test_e5_a_token_is_bit_equal_whatever_the_others_route():
+    """One pass or many, alone on its expert or among all: no other token changes a token's sum."""
+    x, _, experts, pairs = expert_arguments()
+    x, weights = np.resize(x, (4 * MANY, D)), np.full((4 * MANY, 2), 0.7, np.float32)
+    gate = np.ones(4 * MANY, bool)
+    results = []
+    for name in ("spread", "one expert", "last device"):
+        ids = np.resize(routings()[name], (4 * MANY, 2)).astype(np.int32)
+        ids[::64] = (5, 31)
+        results.append(np.asarray(_experts(32, 2.0)(x, weights, experts, pairs, ids, gate)[0][1])[::64])
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_e5_imbalance_costs_passes_and_no_memory():
+    """Temporary bytes of the backward pass follow the load that a pass holds, not the worst case."""
+
+    def temporary(load):
+        shapes = jax.eval_shape(lambda *a: a, *_many_arguments())
+        return _experts(32, load).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    one, two, worst = (temporary(load) for load in (1.0, 2.0, 32.0))
+    assert one < two < 0.3 * worst
+
+
+def _many_arguments():
+    _, _, experts, pairs = expert_arguments()
+    rows = 4 * MANY
+    return (
+        np.zeros((rows, D), np.float32), np.zeros((rows, 2), np.float32), experts, pairs,
+        np.zeros((rows, 2), np.int32), np.zeros(rows, bool),
+    )  # fmt: skip
 
 
 # Vocabulary.

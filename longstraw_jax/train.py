@@ -208,7 +208,7 @@ def _fresh_state(model, optimizer, adapters):
 
 
 @functools.partial(jax.jit, static_argnames=("model", "objective", "max_len"), donate_argnames="page_grads")
-def _member_gradient(model, objective, max_len, base, adapters, prefix, page_grads, member, temperature):
+def _member_gradient(model, objective, max_len, base, adapters, prefix, member, temperature, page_grads=None):
     def loss_of(adapters, sinks):
         row = (member.inputs, member.targets, member.lengths, temperature)
         if sinks is None:
@@ -261,7 +261,7 @@ def add_group(
     """
     for g in range(group.inputs.shape[0]):
         member = jax.tree.map(lambda x, g=g: x[g], group)
-        args = (base, adapters, prefix, page_grads, member, config.temperature)
+        args = (base, adapters, prefix, member, config.temperature, page_grads)
         one, page_grads = _member_gradient(model, config.objective, config.max_new_tokens, *args)
         total = one if total is None else _add(total, one)
     return total, page_grads

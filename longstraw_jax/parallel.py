@@ -5,7 +5,6 @@ whole mesh would. Each public step maps its whole body over the mesh once (`mapp
 of it: inside the body they would come out multiplied by the axis size.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from pallas_kernels.chunked_logprob import reference as chunked_logprob
 from pallas_kernels.grouped_matmul import reference as grouped_matmul
 from pallas_kernels.indexer_topk import reference as indexer_topk
 from pallas_kernels.sparse_mla import reference as sparse_mla
+from pallas_kernels.sparse_mla.api import sparse_mla_backward
 
 SELECT_BLOCK = 64  # queries scored at once
 EXPERT_ROWS = 8192  # rows that a device may receive whatever the routing, before passes are bounded
@@ -94,10 +94,8 @@ def flat_pages(pages: Array, axis: str | None) -> Array:
     return every.reshape(-1, pages.shape[-1])
 
 
-def scatter_pages(rows: Float[Array, "S W"], axis: str | None) -> Float[Array, "pages 64 W"]:
+def scatter_pages(rows: Float[Array, "S W"], axis: str) -> Float[Array, "pages 64 W"]:
     """Transpose of `flat_pages`: all devices' rows in prompt order summed, each device keeping its own pages."""
-    if axis is None:
-        return rows.reshape(-1, PAGE, rows.shape[-1])
     every = rows.reshape(-1, axis_size(axis), PAGE, rows.shape[-1])
     return jax.lax.psum_scatter(every, axis, scatter_dimension=1, tiled=False)
 
@@ -252,22 +250,23 @@ def attend_collecting(
 
 def _read_collecting(scale, value_dim, axis):
     """sparse_mla over `flat_pages(pages, axis)` as `attend_collecting` needs it."""
-    read = functools.partial(sparse_mla.sparse_mla, scale=scale, value_dim=value_dim)
 
     def found(q, pages, sink, place, ids):
-        return (*read(q, flat_pages(pages, axis), ids), sink)
+        return *sparse_mla.sparse_mla(q, flat_pages(pages, axis), ids, scale=scale, value_dim=value_dim), sink
 
     def forward(q, pages, sink, place, ids):
         # Not by way of `collecting`: as one opaque call it would make every layer keep the sink for recomputation.
-        return found(q, pages, sink, place, ids), (q, pages, place, ids)
+        out, lse, sink = found(q, pages, sink, place, ids)
+        return (out, lse, sink), (q, pages, place, ids, out, lse)
 
     def backward(kept, cotangents):
-        q, pages, place, ids = kept
+        q, pages, place, ids, out, lse = kept
         d_out, d_lse, collected = cotangents
-        # fp32 rows, so that a key which many queries select sums their gradients in fp32.
-        _, pull = jax.vjp(lambda q, rows: read(q, rows, ids), q, flat_pages(pages, axis).astype(jnp.float32))
-        d_q, d_rows = pull((d_out, d_lse))
-        return d_q, None, collected.at[place[0], place[1]].add(scatter_pages(d_rows, axis)), None, None
+        rows, layer = flat_pages(pages, axis), collected[place[0], place[1]]
+        start = layer.reshape(rows.shape) if axis is None else jnp.zeros(rows.shape, jnp.float32)
+        d_q, total = sparse_mla_backward(q, rows, ids, out, lse, d_out, d_lse, start, scale=scale)
+        layer = total.reshape(layer.shape) if axis is None else layer + scatter_pages(total, axis)
+        return d_q, None, collected.at[place[0], place[1]].set(layer), None, None
 
     collecting = jax.custom_vjp(found)
     collecting.defvjp(forward, backward)

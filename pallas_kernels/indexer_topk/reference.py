@@ -22,6 +22,18 @@ def index_scores(q: Float[Array, "T I H"], w: Float[Array, "T I"], k: Float[Arra
     return jnp.where(total == 0, 0.0, total)  # -0.0 and 0.0 tie
 
 
+def order_key(scores: Float[Array, "*lead"]) -> Int[Array, "*lead"]:
+    """int32 keys in the order of fp32 scores: any NaN above +inf, -0.0 equal to 0.0, all above the lowest int32."""
+    one_nan = jnp.where(scores != scores, jnp.nan, jnp.where(scores == 0, 0.0, scores))
+    bits = jax.lax.bitcast_convert_type(one_nan, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def key_score(keys: Int[Array, "*lead"]) -> Float[Array, "*lead"]:
+    """The fp32 score of an `order_key`."""
+    return jax.lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
 def select(
     scores: Float[Array, "T S"], valid: Bool[Array, "T S"], k: int
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
@@ -30,15 +42,28 @@ def select(
     Returns:
       Scores and positions [T, min(k, S)], best first; where a row has fewer valid keys, -inf and -1.
     """
-    best, ids = jax.lax.top_k(jnp.where(valid, scores, -jnp.inf), min(k, scores.shape[-1]))
-    # A masked key never passes for a selected one; a NaN ranks first and stays visible.
+    # In order keys a masked key ranks below a valid -inf, and a NaN of either sign ranks first and stays visible.
+    keys = jnp.where(valid, order_key(scores), jnp.iinfo(jnp.int32).min)
+    _, ids = jax.lax.top_k(keys, min(k, scores.shape[-1]))
     chosen = jnp.take_along_axis(valid, ids, axis=-1)
+    best = jnp.take_along_axis(scores, ids, axis=-1)
     return jnp.where(chosen, best, -jnp.inf), jnp.where(chosen, ids, -1)
 
 
 def merge(scores: Float[Array, "T M"], ids: Int[Array, "T M"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-    """The k best of candidates with global positions (-1: none); the same rule for ties as `select`."""
-    position = jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids)
-    negated, _, ids = jax.lax.sort((-scores, position, ids), num_keys=2)
+    """The k best of candidates with global positions (-1: none), best first; the same order as `select`."""
+    # ~key descends where key ascends; an absent candidate comes after a present -inf.
+    rank = jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ~order_key(scores))
+    _, _, scores, ids = jax.lax.sort((rank, ids, scores, ids), num_keys=2)
     k = min(k, scores.shape[-1])
-    return -negated[:, :k], ids[:, :k]
+    return scores[:, :k], ids[:, :k]
+
+
+def index_topk(
+    q: Float[Array, "T I H"], w: Float[Array, "T I"], keys: Float[Array, "S H"], limit: Int[Array, "T"], k: int
+) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """Scores and positions of the min(k, limit[t]) best of keys[:limit[t]], by ascending position; -inf, -1 after."""
+    scores, ids = select(index_scores(q, w, keys), jnp.arange(keys.shape[0]) < limit[:, None], k)
+    position = jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids)
+    _, scores, ids = jax.lax.sort((position, scores, ids), num_keys=1)
+    return scores, ids

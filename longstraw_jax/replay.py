@@ -111,6 +111,8 @@ def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, tempe
             length=prefix.length,
             strategy="merge_candidates",
             attention=model.attention,
+            expert_load=model.expert_load,
+            prefix_store=model.prefix_store,
         )
         trunk = nnx.merge(model.graphdef, base)
         hidden, _, _, sinks = trunk.collecting(

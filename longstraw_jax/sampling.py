@@ -73,6 +73,8 @@ def decode_step(
         strategy="merge_candidates",
         split="rows",
         attention=model.attention,
+        expert_load=model.expert_load,
+        prefix_store=model.prefix_store,
         offset=step,
         keep="cache",
     )

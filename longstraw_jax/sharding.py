@@ -36,8 +36,8 @@ def check_divides(what: str, size: int, devices: int) -> None:
         )
 
 
-def named(mesh: Mesh | None, pspec: PartitionSpec) -> jax.sharding.Sharding:
-    """Sharding on the mesh, or the first device without one."""
+def named(mesh: Mesh | None, pspec: PartitionSpec, *, memory_kind: str | None = None) -> jax.sharding.Sharding:
+    """Sharding on the mesh, or the first device without one; in the devices' default memory unless one is named."""
     if mesh is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return NamedSharding(mesh, pspec)
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory_kind)
+    return NamedSharding(mesh, pspec, memory_kind=memory_kind)

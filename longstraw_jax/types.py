@@ -25,6 +25,8 @@ class Model:
       lora: adapter targets, None for a model that never has adapters.
       attention: "absorbed" (latents as keys and values) or "expanded" (per-head keys and values; an oracle).
       remat: recompute each layer in the backward pass, keeping only its input.
+      expert_load: rows of a pass of the experts' all-to-all in units of the mean load, see parallel.expert_room.
+      prefix_store: where a prompt's pages rest: "device", or "host" (pinned memory, a layer staged at a time).
     """
 
     config: config_lib.ModelConfig
@@ -33,6 +35,8 @@ class Model:
     lora: config_lib.LoraConfig | None = None
     attention: str = "absorbed"
     remat: bool = True
+    expert_load: float = 2.0
+    prefix_store: str = "device"
 
     @property
     def devices(self) -> int:

@@ -1,5 +1,6 @@
 """Capture at any prompt length, chunk and capacity, on any mesh, against one pass with nothing resident."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from test_pages import prompt_order
 
-from longstraw_jax import lora, parallel, sharding
+from longstraw_jax import lora, parallel, replay, sharding
 from longstraw_jax.config import ConfigError
 from longstraw_jax.model import decoder, rope
 from longstraw_jax.model.block import Pass
@@ -163,3 +164,26 @@ def test_bad_input_is_named(tokens, options, message):
     options = {"chunk": 64, "fingerprint": tiny.FINGERPRINT} | options
     with pytest.raises(ValueError, match=message):
         capture(tiny.model(1), None, None, np.asarray(tokens), **options)  # before any weight is touched
+
+
+def test_pages_in_host_memory_hold_the_same_rows_and_serve_the_same_log_probs(devices=8):
+    """Chunks of a page a device, the last one partly filled; every step stages pages from pinned memory."""
+    model = dataclasses.replace(tiny.model(devices), prefix_store="host")
+    state = capture(
+        model, tiny.base(devices), tiny.adapters(devices), tiny.TOKENS[: tiny.S - 1], chunk=64 * devices,
+        fingerprint=tiny.FINGERPRINT,
+    )  # fmt: skip
+    pools = jax.tree.leaves((state.latents, state.index_keys))
+    assert {pool.sharding.memory_kind for pool in pools} == {"pinned_host"}
+    assert_same_rows(rows_of(state, devices), rows_of(tiny.prefix(devices), devices))
+    member = tiny.members([tiny.RESPONSE])
+    args = (tiny.base(devices), tiny.adapters(devices))
+    found, _ = replay.score(model, *args, state, *member)
+    want, _ = replay.score(tiny.model(devices), *args, tiny.prefix(devices), *member)
+    np.testing.assert_allclose(found[0], want[0], atol=1e-5)
+
+
+def test_host_pages_need_whole_pages_a_chunk():
+    model = dataclasses.replace(tiny.model(8), prefix_store="host")
+    with pytest.raises(ValueError, match="chunk=500 with prefix_store='host'; accepted: a multiple of 512"):
+        capture(model, None, None, tiny.TOKENS[:20], chunk=500, fingerprint=tiny.FINGERPRINT)

@@ -33,6 +33,7 @@ class Pass:
       strategy: "gather_keys" or "merge_candidates", see parallel.select.
       split: what the mesh splits: "tokens" (one sequence over all devices) or "rows" (whole sequences).
       attention: "absorbed" or "expanded".
+      expert_load, prefix_store: as in types.Model.
       offset: decode only: tail row of the first query in the layer's tail cache.
       keep: what a layer hands back: "nothing"; "cache" (its extended tail); "rows" (the tail rows in keep_rows).
       keep_rows: tail rows this device keeps, for "rows".
@@ -50,6 +51,8 @@ class Pass:
     strategy: str = "gather_keys"
     split: str = "tokens"
     attention: str = "absorbed"
+    expert_load: float = 2.0
+    prefix_store: str = "device"
     offset: Int[Array, ""] | None = None
     keep: str = "nothing"
     keep_rows: Int[Array, "kept"] | None = None
@@ -173,7 +176,7 @@ class Block(nnx.Module):
         routed = parallel.routed_experts(
             flat, ids, weights, {name: getattr(self.mlp.experts, name)[...] for name in names},
             {name: pairs[f"mlp.experts.{name}"][:3] for name in names if f"mlp.experts.{name}" in pairs},
-            None if run.gate is None else run.gate.reshape(-1), run.axis,
+            None if run.gate is None else run.gate.reshape(-1), run.axis, load=run.expert_load,
         )  # fmt: skip
         y = routed.reshape(h.shape)
         if self.config.n_shared_experts:

@@ -52,6 +52,11 @@ def _unshard(state: nnx.State, axis: str | None) -> nnx.State:
     return nnx.from_flat_state([(path, whole.get(path, v)) for path, v in flat])
 
 
+def _staged(pool: Array, index: Array) -> Array:
+    """One layer's pages, from pinned host memory to the device."""
+    return jax.device_put(jax.lax.dynamic_index_in_dim(pool, index, 0, keepdims=False), jax.memory.Space.Device)
+
+
 class Decoder(nnx.Module):
     """GlmMoeDsaForCausalLM without the MTP layer."""
 
@@ -117,19 +122,30 @@ class Decoder(nnx.Module):
             graphdefs, states = [g for g, _ in split], [state for _, state in split]
             segment_adapters = (adapters or {}).get("segments", {}).get(str(s), {})
 
-            def layer(x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs):
+            pools = None
+            if pages is not None and run.prefix_store == "host":
+                # Behind a barrier, because the compiler sees through the reshape and slices host memory along one
+                # dimension only.
+                latents, keys = pages[s]
+                pools = (jax.lax.optimization_barrier(latents.reshape(-1, *latents.shape[2:])), keys)
+
+            def layer(x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs, pools=pools):
                 """Layer i of run j; it indexes inside, so that recomputation keeps the group's arrays, not copies."""
                 states, group_pages, group_caches, group_adapters, _, number = group_xs
                 latents = keys = None
-                if group_pages is not None:
-                    latents = group_pages[0][segment.offset(j) + i]
+                place = segment.offset(j) + i
+                if pools is not None:
+                    latents = _staged(pools[0], number * segment.group_layers + place)
+                    keys = _staged(pools[1], number) if segment.runs[j].indexer == "full" else None
+                elif group_pages is not None:
+                    latents = group_pages[0][place]
                     keys = group_pages[1] if segment.runs[j].indexer == "full" else None
                 own = (states[j], group_adapters.get(str(j), {}), None if group_caches is None else group_caches[j])
                 state, layer_adapters, cache = jax.tree.map(lambda v: v[i], own)
                 block = nnx.merge(graphdefs[j], _unshard(state, run.axis))
                 pairs = pairs_of(layer_adapters, scales, run.gate)
                 if sink is not None:
-                    sink = (sink, jnp.stack([number, segment.offset(j) + i]))
+                    sink = (sink, jnp.stack([number, place]))
                 caches = (None, None) if cache is None else cache
                 return block(x, selection, (latents, keys), caches, run, pairs, sink)
 
@@ -160,11 +176,11 @@ class Decoder(nnx.Module):
 
             xs = (
                 by_group(states),
-                None if pages is None else pages[s],
+                None if pages is None or pools is not None else pages[s],
                 None if caches is None else by_group(caches[s]),
                 by_group(segment_adapters),
                 None if selections is None else selections[s],
-                None if sinks is None else jnp.arange(segment.repeat),
+                jnp.arange(segment.repeat),
             )
             (x, sink), done = jax.lax.scan(one_group, (x, None if sinks is None else sinks[s]), xs)
             kept, extras = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), done)
@@ -193,22 +209,28 @@ def make_model(
     lora: LoraConfig | None = None,
     attention: str = "absorbed",
     remat: bool = True,
+    expert_load: float = 2.0,
+    prefix_store: str = "device",
 ) -> Model:
-    """The static half of a model.
+    """The static half of a model; see types.Model for the fields.
 
     Raises:
       ShardingError: the mesh does not divide a dimension that it shards, by name.
-      ValueError: unknown `attention`.
+      ValueError: unknown `attention` or `prefix_store`, or `expert_load` below 1.
     """
     if attention not in ("absorbed", "expanded"):
         raise ValueError(f"attention={attention!r} is not supported; accepted: 'absorbed' or 'expanded'")
+    if prefix_store not in ("device", "host"):
+        raise ValueError(f"prefix_store={prefix_store!r} is not supported; accepted: 'device' or 'host'")
+    if not expert_load >= 1:
+        raise ValueError(f"expert_load={expert_load}; accepted: 1 (the mean) or more")
     graphdef, state = abstract(config)
     devices = mesh.size if mesh is not None else 1
     for path, variable in nnx.to_flat_state(state):
         for size, name in zip(variable.shape, variable.get_metadata("axes"), strict=True):
             if name is not None:
                 sharding.check_divides(f"{'.'.join(map(str, path))} dimension '{name}'", size, devices)
-    return Model(config, graphdef, mesh, lora, attention, remat)
+    return Model(config, graphdef, mesh, lora, attention, remat, expert_load, prefix_store)
 
 
 def param_specs(config: ModelConfig) -> Params:

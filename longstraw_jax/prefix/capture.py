@@ -57,7 +57,8 @@ def run_chunk(
     chunk = ids.shape[0] * parallel.axis_size(axis)
     index = parallel.axis_index(axis) * ids.shape[0] + jnp.arange(ids.shape[0], dtype=jnp.int32)
     capacity = prefix.latents[0].shape[2] * prefix.latents[0].shape[3]
-    kept, rows = pages.chunk_rows(prefix.length, count, chunk, capacity, axis)
+    aligned = model.prefix_store == "host"  # `capture` refuses other chunks
+    kept, rows = pages.chunk_rows(prefix.length, count, chunk, capacity, axis, aligned=aligned)
     cos, sin = rope.cos_sin((prefix.length + index)[None], config.rope_parameters, config.qk_rope_head_dim)
     run = Pass(
         axis=axis,
@@ -67,6 +68,8 @@ def run_chunk(
         length=prefix.length,
         strategy="gather_keys",
         attention=model.attention,
+        expert_load=model.expert_load,
+        prefix_store=model.prefix_store,
         keep="rows",
         keep_rows=kept,
         keep_selection=keep_selection,
@@ -96,8 +99,14 @@ def _append(model, base, adapters, state, ids, count, *, keep_selection):
         rows, latents, keys, chosen, _ = run_chunk(
             model, axis, base, adapters, state, ids, count, keep_selection=keep_selection
         )
-        latents = tuple(pages.write(pool, rows, new) for pool, new in zip(state.latents, latents, strict=True))
-        keys = tuple(pages.write(pool, rows, new) for pool, new in zip(state.index_keys, keys, strict=True))
+
+        def write(pool, new):
+            if model.prefix_store == "host":
+                return pages.write_host(pool, state.length, rows, new, axis)
+            return pages.write(pool, rows, new)
+
+        latents = tuple(write(pool, new) for pool, new in zip(state.latents, latents, strict=True))
+        keys = tuple(write(pool, new) for pool, new in zip(state.index_keys, keys, strict=True))
         return PrefixState(latents, keys, state.length + count, state.fingerprint), chosen
 
     specs = pages.prefix_specs(model.config)
@@ -164,7 +173,7 @@ def capture(
     Args:
       adapters: None for the base policy and for the `frozen` mode, whose adapters act from the boundary token on.
       tokens: [S - 1] ids, the prompt without its last token (which every sample, score and replay runs itself).
-      chunk: tokens a step, any length of at least 1.
+      chunk: tokens a step, any length of at least 1; with prefix_store "host" a multiple of a page a device.
       fingerprint: of (base, adapters), see freshness.py; kept with the state.
       capacity: tokens to make room for, by default those given; equal capacities share compiled programs.
       progress: called with the number of tokens captured after each chunk.
@@ -183,6 +192,11 @@ def capture(
     if capacity < tokens.size:
         raise ValueError(f"capacity={capacity}; accepted: at least the {tokens.size} tokens to capture")
     check_ids(tokens, config.vocab_size)
+    if model.prefix_store == "host":
+        row = pages.PAGE * model.devices
+        if chunk % row:
+            raise ValueError(f"chunk={chunk} with prefix_store='host'; accepted: a multiple of {row} (a page a device)")
+        capacity = -(-capacity // chunk) * chunk  # chunks are written whole
     state = pages.allocate(model, capacity)
     for start, count, ids in chunk_ids(model, tokens, chunk):
         args = (model, base, adapters, state, ids, np.int32(count))

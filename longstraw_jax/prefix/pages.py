@@ -36,37 +36,50 @@ def prefix_specs(config: ModelConfig) -> PrefixState:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "tokens"))
-def _zeros(model: Model, tokens: int) -> PrefixState:
-    config, pages = model.config, page_count(tokens, model.devices)
-    dtype = jnp.dtype(config.dtype)
-
-    def pool(*shape, spec):
-        return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding.named(model.mesh, spec))
-
-    specs = prefix_specs(config)
-    segments = config.segments()
+def prefix_shardings(model: Model) -> PrefixState:
+    """Shardings of a prefix state: where its pages rest."""
+    kind = "pinned_host" if model.prefix_store == "host" else None
+    specs = prefix_specs(model.config)
     return PrefixState(
-        latents=tuple(
-            pool(s.repeat, s.group_layers, pages, PAGE, config.latent_dim, spec=spec)
-            for s, spec in zip(segments, specs.latents, strict=True)
-        ),
-        index_keys=tuple(
-            pool(s.repeat, pages, PAGE, config.index_head_dim, spec=spec)
-            for s, spec in zip(segments, specs.index_keys, strict=True)
-        ),
-        length=jnp.int32(0),
-        fingerprint=jnp.zeros((2,), jnp.uint32),
+        latents=tuple(sharding.named(model.mesh, spec, memory_kind=kind) for spec in specs.latents),
+        index_keys=tuple(sharding.named(model.mesh, spec, memory_kind=kind) for spec in specs.index_keys),
+        length=sharding.named(model.mesh, specs.length),
+        fingerprint=sharding.named(model.mesh, specs.fingerprint),
     )
 
 
+def prefix_shapes(model: Model, tokens: int) -> PrefixState:
+    """ShapeDtypeStructs of a prefix state with room for `tokens`, with their shardings."""
+    config, pages, segments = model.config, page_count(tokens, model.devices), model.config.segments()
+    dtype, where = jnp.dtype(config.dtype), prefix_shardings(model)
+
+    def pool(*shape, out):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=out)
+
+    return PrefixState(
+        latents=tuple(
+            pool(s.repeat, s.group_layers, pages, PAGE, config.latent_dim, out=out)
+            for s, out in zip(segments, where.latents, strict=True)
+        ),
+        index_keys=tuple(
+            pool(s.repeat, pages, PAGE, config.index_head_dim, out=out)
+            for s, out in zip(segments, where.index_keys, strict=True)
+        ),
+        length=jax.ShapeDtypeStruct((), jnp.int32, sharding=where.length),
+        fingerprint=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=where.fingerprint),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "tokens"))
 def allocate(model: Model, tokens: int) -> PrefixState:
     """An empty prefix state with room for `tokens`."""
-    return _zeros(model, tokens)
+    return jax.tree.map(
+        lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), prefix_shapes(model, tokens)
+    )
 
 
 def chunk_rows(
-    start: Int[Array, ""], count: Int[Array, ""], chunk: int, capacity: int, axis: str | None
+    start: Int[Array, ""], count: Int[Array, ""], chunk: int, capacity: int, axis: str | None, *, aligned: bool = False
 ) -> tuple[Int[Array, "kept"], Int[Array, "kept"]]:
     """Which tokens of a chunk this device keeps, and where.
 
@@ -75,12 +88,13 @@ def chunk_rows(
       count: real tokens of the chunk.
       chunk: static length of the chunk, padding included.
       capacity: rows of this device's pool.
+      aligned: start and chunk are multiples of what fills a page of every device.
 
     Returns:
       Chunk indices, and pool rows (`capacity`, out of bounds, for what is not kept); the same length on all devices.
     """
     n, me = parallel.axis_size(axis), parallel.axis_index(axis)
-    touched = -(-(chunk - 1) // PAGE) + 1  # pages a chunk can touch, wherever it starts
+    touched = chunk // PAGE if aligned else -(-(chunk - 1) // PAGE) + 1  # pages a chunk can touch, wherever it starts
     first = start // PAGE
     page = first + (me - first) % n + n * jnp.arange(-(-touched // n))
     token = page[:, None] * PAGE + jnp.arange(PAGE)
@@ -96,6 +110,21 @@ def write(
     """Writes token rows of every layer into this device's pool; rows out of bounds are dropped."""
     flat = pool.reshape(*pool.shape[:-3], -1, pool.shape[-1])
     return flat.at[..., rows, :].set(values.astype(pool.dtype), mode="drop").reshape(pool.shape)
+
+
+def write_host(
+    pool: Float[Array, "*layers pages 64 W"],
+    start: Int[Array, ""],
+    rows: Int[Array, "kept"],
+    values: Float[Array, "*layers kept W"],
+    axis: str | None,
+) -> Float[Array, "*layers pages 64 W"]:
+    """`write` of an aligned chunk that starts at prompt token `start`, into a pool in pinned host memory."""
+    kept = (rows < pool.shape[-3] * PAGE)[:, None]
+    values = jnp.where(kept, values, 0).astype(pool.dtype).reshape(*values.shape[:-2], -1, PAGE, values.shape[-1])
+    page = start // (PAGE * parallel.axis_size(axis))
+    values = jax.device_put(values, jax.memory.Space.Host)
+    return jax.lax.dynamic_update_slice_in_dim(pool, values, page, axis=pool.ndim - 3)
 
 
 def read(

@@ -1,7 +1,7 @@
 """Compares replay's gradients with autodiff over the whole sequence, and one optimizer step of either.
 
 python experiments/gradient_parity.py --config=experiments/configs/parity_tiny.py --tokens=512 \
-    --modes=frozen,detached --out=parity.json
+    --modes=frozen,detached,exact --out=parity.json
 
 The policy is the config's checkpoint or, without one, random weights for model.architecture; its adapters are random.
 Exit status: 0 all within tolerance, 1 not, 2 bad usage.
@@ -190,7 +190,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "config", None, "Configuration file, see experiments/configs/parity_tiny.py.", flag_values=values
     )
     flags.DEFINE_integer("tokens", None, "Tokens of the prompt.", flag_values=values)
-    flags.DEFINE_string("modes", "frozen,detached", "Prefix-gradient modes to compare.", flag_values=values)
+    flags.DEFINE_string("modes", ",".join(train.MODES), "Prefix-gradient modes to compare.", flag_values=values)
     flags.DEFINE_string("out", None, "File for the JSON receipt.", flag_values=values)
 
 

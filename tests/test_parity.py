@@ -89,7 +89,7 @@ def command(gradient_parity, config_file):
 @pytest.fixture(scope="module")
 def receipt(command, tmp_path_factory):
     path = tmp_path_factory.mktemp("out") / "parity.json"
-    assert command(f"--tokens={TOKENS}", f"--out={path}", "--modes=frozen,detached,exact") == 0
+    assert command(f"--tokens={TOKENS}", f"--out={path}") == 0
     return json.loads(path.read_text())
 
 

@@ -115,7 +115,21 @@ def draw(
 
 
 @functools.partial(jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids"))
-def _sample(model, base, adapters, prefix, boundary, key, temperature, *, group, max_new_tokens, top_p, eos_ids):
+def draw_group(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    boundary: Int[Array, ""],
+    key: Key[Array, ""],
+    temperature: Float[Array, ""],
+    *,
+    group: int,
+    max_new_tokens: int,
+    top_p: float,
+    eos_ids: tuple[int, ...],
+) -> Samples:
+    """The program of `sample`, which checks its arguments."""
     rows = -(-group // model.devices)
 
     def body(axis, base, adapters, prefix, boundary, key, temperature):
@@ -190,7 +204,7 @@ def sample(
     if not 0 <= boundary < model.config.vocab_size:
         raise ValueError(f"boundary={boundary}; accepted: a token id from 0 to {model.config.vocab_size - 1}")
     model.config.check_length(int(prefix.length) + 1 + max_new_tokens)
-    return _sample(
+    return draw_group(
         model,
         base,
         adapters,

@@ -178,7 +178,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def _state_shardings(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
+def state_shardings(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
+    """Where each array of the state lies."""
     specs = lora.adapter_specs(model.config, model.lora)
     shapes = lora.adapter_shapes(model.config, model.lora)
     opt_state = optax.tree_map_params(
@@ -198,17 +199,35 @@ def _state_shardings(model: Model, optimizer: optax.GradientTransformation) -> T
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """New adapters (a zero update), fresh moments, step 0; each array where it stays."""
-    return _fresh_state(model, optimizer, lora.init_adapters(model.config, model.lora, seed, mesh=model.mesh))
+    return fresh_state(model, optimizer, lora.init_adapters(model.config, model.lora, seed, mesh=model.mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "optimizer"))
-def _fresh_state(model, optimizer, adapters):
+def fresh_state(model: Model, optimizer: optax.GradientTransformation, adapters: Params) -> TrainState:
+    """The state before the first step."""
     state = TrainState(adapters, optimizer.init(adapters), jnp.int32(0), jnp.int32(0))
-    return jax.tree.map(jax.lax.with_sharding_constraint, state, _state_shardings(model, optimizer))
+    return jax.tree.map(jax.lax.with_sharding_constraint, state, state_shardings(model, optimizer))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "objective", "max_len"), donate_argnames="page_grads")
-def _member_gradient(model, objective, max_len, base, adapters, prefix, member, temperature, page_grads=None):
+def member_gradient(
+    model: Model,
+    objective: objectives.GRPOConfig,
+    max_len: int,
+    base: Params,
+    adapters: Params,
+    prefix: PrefixState,
+    member: Group,
+    temperature: Float[Array, ""] | float,
+    page_grads: exact_gradient.PageGrads | None = None,
+) -> tuple[Total, exact_gradient.PageGrads | None]:
+    """Replays one member: its gradients, loss and metrics, and the gradient pages with its own added (donated).
+
+    Args:
+      adapters: from lora.per_device.
+      member: one row of a Group.
+    """
+
     def loss_of(adapters, sinks):
         row = (member.inputs, member.targets, member.lengths, temperature)
         if sinks is None:
@@ -234,7 +253,8 @@ def _member_gradient(model, objective, max_len, base, adapters, prefix, member, 
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _add(total: Total, one: Total) -> Total:
+def add_totals(total: Total, one: Total) -> Total:
+    """Their sum; `total` is donated."""
     return Total(
         jax.tree.map(jnp.add, total.grads, one.grads),
         objectives.merge(total.loss, one.loss),
@@ -262,8 +282,8 @@ def add_group(
     for g in range(group.inputs.shape[0]):
         member = jax.tree.map(lambda x, g=g: x[g], group)
         args = (base, adapters, prefix, member, config.temperature, page_grads)
-        one, page_grads = _member_gradient(model, config.objective, config.max_new_tokens, *args)
-        total = one if total is None else _add(total, one)
+        one, page_grads = member_gradient(model, config.objective, config.max_new_tokens, *args)
+        total = one if total is None else add_totals(total, one)
     return total, page_grads
 
 
@@ -297,7 +317,17 @@ def add_prompt(
 
 
 @functools.partial(jax.jit, static_argnames=("model", "optimizer"))
-def _apply(model, optimizer, state, total):
+def apply_update(
+    model: Model, optimizer: optax.GradientTransformation, state: TrainState, total: Total
+) -> tuple[TrainState, dict[str, Array]]:
+    """Finalises the gradients over the mesh, divides by the global count and takes one optimizer step.
+
+    A non-finite gradient or loss, or a batch with nothing to train on, leaves adapters and moments as they are and
+    counts in `skipped`.
+
+    Returns:
+      The state, and grad_norm (before clipping), nonfinite (entries), finite, taken.
+    """
     count = total.loss.count
     grads = lora.finalise(total.grads, model.mesh)
     grads = jax.tree.map(lambda g: g / jnp.where(count > 0, count, 1.0), grads)
@@ -317,22 +347,8 @@ def _apply(model, optimizer, state, total):
     old = dataclasses.replace(state, step=new.step, skipped=new.skipped)
     kept = jax.tree.map(lambda n, o: jnp.where(take, n, o), new, old)
     # The same placement every step, so that nothing compiles twice.
-    kept = jax.tree.map(jax.lax.with_sharding_constraint, kept, _state_shardings(model, optimizer))
+    kept = jax.tree.map(jax.lax.with_sharding_constraint, kept, state_shardings(model, optimizer))
     return kept, {"grad_norm": norm, "nonfinite": nonfinite, "finite": finite, "taken": take}
-
-
-def apply_update(
-    model: Model, optimizer: optax.GradientTransformation, state: TrainState, total: Total
-) -> tuple[TrainState, dict[str, Array]]:
-    """Finalises the gradients over the mesh, divides by the global count and takes one optimizer step.
-
-    A non-finite gradient or loss, or a batch with nothing to train on, leaves adapters and moments as they are and
-    counts in `skipped`.
-
-    Returns:
-      The state, and grad_norm (before clipping), nonfinite (entries), finite, taken.
-    """
-    return _apply(model, optimizer, state, total)
 
 
 class _Clock:

@@ -194,14 +194,14 @@ def test_one_member_is_alive_at_a_time():
 
     whole, sizes = group(), []
     total_of([rows(whole, [0])], PLAIN)
-    programs = train._member_gradient._cache_size()
+    programs = train.member_gradient._cache_size()
     for order in ([0, 1], [0, 1, 2, 3], [0, 1, 2, 3] * 4):
         before = live()
         total = jax.block_until_ready(total_of([rows(whole, order)], PLAIN))
         sizes.append(live() - before)
         del total
     assert len(set(sizes)) == 1 and sizes[0] > 0
-    assert train._member_gradient._cache_size() == programs
+    assert train.member_gradient._cache_size() == programs
 
 
 @pytest.mark.parametrize("nothing", ["masked", "of length 0"])

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -27,8 +26,10 @@ from longstraw_jax import config as config_lib
 from longstraw_jax import fingerprint, lora, sharding, train
 from longstraw_jax.evidence import memory, plots, receipt
 from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics, prompt, tokenizer
+from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
+from longstraw_jax.prefix import freshness
 from longstraw_jax.rl import columns, objectives, rewards
 from longstraw_jax.types import Model, Params
 
@@ -251,13 +252,21 @@ def plain(config: ConfigDict) -> dict[str, Any]:
 
 def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains, or resumes, the run in `workdir` and returns its receipt. Raises ValueError for bad input."""
+    if (workdir / receipt.CONFIG_FILE).exists():
+        receipt.bind_config(workdir, plain(config))  # another configuration's folder: said before weights are read
     job = load_job(config)
+    with run_lock(workdir):
+        return _train(job, workdir)
+
+
+def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
+    config = job.config
     sha = receipt.bind_config(workdir, plain(config))
     optimizer = train.make_optimizer(job.optimizer)
     state = train.init_state(job.model, optimizer, config.seed)
     bound = {
         "config": sha,
-        "dataset": job.dataset.sha256,
+        "dataset": fingerprint.sha256_json(list(job.dataset.files.values())),
         "base": job.base_sha,
         # Tokenizer, template and document decide what a row's prompt is.
         "prompts": fingerprint.sha256_json([job.tokenizer.sha256, job.build(job.dataset.rows[0]["prompt"]).tolist()]),
@@ -273,7 +282,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     table = lora.trainable_table(job.model.config, job.model.lora)
     write_whole(workdir / TRAINABLE_FILE, (json.dumps(table, indent=1) + "\n").encode())
     print(lora.format_table(table))
-    base_words = jnp.asarray([int(job.base_sha[:8], 16), int(job.base_sha[8:], 16)], jnp.uint32)
+    base_words = freshness.policy_fingerprint(job.model, job.base_sha)
     held, done = None, int(state.step)
     with (
         metrics.MetricWriter(workdir, last_step=done) as writer,
@@ -335,8 +344,7 @@ def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str
         mesh_shape={sharding.AXIS: job.model.devices},
         kernels=KERNELS,
         weights_fingerprint=job.base_sha,
-        dataset_path=" + ".join(job.config.data.paths),  # of several files the hash is of their hashes
-        dataset_sha256=dataset.sha256,
+        dataset_files=dataset.files,
         dataset_counts={
             "read": dataset.read,
             "rows": len(dataset.rows),

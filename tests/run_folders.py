@@ -61,8 +61,7 @@ def receipt_parts(run_dir: Path, dataset: Path) -> dict[str, Any]:
         "mesh_shape": {"context": 32},
         "kernels": {"sparse_attention": "reference"},
         "weights_fingerprint": tree_fingerprint({"w": np.arange(6, dtype=np.float32)}),
-        "dataset_path": dataset,
-        "dataset_sha256": sha256_file(dataset),
+        "dataset_files": {dataset: sha256_file(dataset)},
         "dataset_counts": {"rows": 2, "duplicates_dropped": 0},
         "seeds": {"sampling": 3},
         "prefix_gradient_mode": "detached",
@@ -98,7 +97,7 @@ def copy_run(run: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
     run_dir, dataset = folder / "run", folder / "rows.jsonl"
     shutil.copytree(run[0], run_dir)
     shutil.copyfile(run[1], dataset)
-    edit_receipt(run_dir, lambda receipt: receipt["dataset"].update(path=str(dataset)))
+    edit_receipt(run_dir, lambda receipt: receipt["dataset"]["files"][0].update(path=str(dataset)))
     return run_dir, dataset
 
 

@@ -96,7 +96,7 @@ def test_a2_signal_is_not_the_same_as_a_nonzero_advantage():
 
 @pytest.mark.parametrize("size", [1, 0, -3, 2.0, True, None])
 def test_a_group_of_one_is_refused(size):
-    with pytest.raises(ValueError, match=r"group_size: .*accepted: an integer of at least 2"):
+    with pytest.raises(ValueError, match=r"group=.*accepted: an integer of at least 2"):
         check_group_size(size)
     check_group_size(2)
 

@@ -44,7 +44,7 @@ def test_dapo_rows_alike_from_both_formats(tmp_path, write, name):
     assert dataset.rows[1]["columns"]["ground_truth"] == "2"
     assert dataset.rows[1]["columns"]["data_source"] == "math_dapo"
     assert "prompt" not in dataset.rows[1]["columns"]
-    assert dataset.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert dataset.files == {str(path): hashlib.sha256(path.read_bytes()).hexdigest()}
     assert (dataset.read, dataset.duplicates_dropped, dataset.repeated_content) == (3, 0, 0)
 
 
@@ -55,9 +55,7 @@ def test_plain_rows_keep_columns_and_number_themselves_over_files(tmp_path):
     assert [row["id"] for row in dataset.rows] == [0, 1, 2]
     assert [row["prompt"] for row in dataset.rows] == ["one", "two", "three"]
     assert dataset.rows[2]["columns"] == {"answer": 3, "tags": ["x"]}
-    swapped = data.read_rows([second, first])
-    assert swapped.sha256 != dataset.sha256
-    assert swapped.sha256 == data.files_sha256([second, first])
+    assert list(data.read_rows([second, first]).files.items()) == list(dataset.files.items())[::-1]
 
 
 def test_own_column_wins_over_reward_model(tmp_path):

@@ -1,11 +1,13 @@
 """A prefix state knows which weights captured it."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 import tiny
 
-from longstraw_jax import fingerprint
+from longstraw_jax import config, fingerprint
 from longstraw_jax.prefix import freshness
 
 
@@ -59,3 +61,18 @@ def test_the_captures_fingerprint_survives_its_donated_chunks(base_print):
     for _ in range(2):
         state = tiny.captured(1, fingerprint=base_print)
     np.testing.assert_array_equal(state.fingerprint, base_print)
+
+
+def test_j1_another_reading_of_the_same_weights_is_another_policy():
+    """Rotary scaling and adapter scales change the state that the same arrays give."""
+    model, base = tiny.model(1), "0123456789abcdef"
+    words = freshness.policy_fingerprint(model, base)
+    np.testing.assert_array_equal(words, freshness.policy_fingerprint(tiny.model(8), base))
+    longer = config.extend_positions(model.config, 2 * model.config.max_position_embeddings)
+    targets = tuple((name, rank, 2 * alpha) for name, rank, alpha in model.lora.targets)
+    for other in (
+        freshness.policy_fingerprint(model, base[::-1]),
+        freshness.policy_fingerprint(dataclasses.replace(model, config=longer), base),
+        freshness.policy_fingerprint(dataclasses.replace(model, lora=config.LoraConfig(targets)), base),
+    ):
+        assert not np.array_equal(words, other)

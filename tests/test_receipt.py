@@ -46,7 +46,7 @@ def test_holds_what_binds_the_run(run):
     assert receipt["config"] == {"sha256": sha256_json(CONFIG), "resolved": CONFIG}
     assert receipt["devices"] == {"platform": "cpu", "kind": "cpu", "count": 32, "processes": 1}
     assert receipt["packages"]["jax"] == jax.__version__
-    assert receipt["dataset"]["path"] == str(dataset) and receipt["dataset"]["sha256"] == sha256_file(dataset)
+    assert receipt["dataset"]["files"] == [{"path": str(dataset), "sha256": sha256_file(dataset)}]
     assert receipt["memory_source"] == "peak resident set of the process"
     listed = {row["path"]: row for row in receipt["artifacts"]}
     assert listed[STEPS_FILE]["sha256"] == sha256_file(run_dir / STEPS_FILE)
@@ -90,7 +90,7 @@ def test_dataset_in_the_run_folder_is_recorded_relative_to_it(run):
     inside = run_dir / "rows.jsonl"
     inside.write_bytes(dataset.read_bytes())
     receipt = write_receipt(run_dir, **receipt_parts(run_dir, inside))
-    assert receipt["dataset"]["path"] == "rows.jsonl"
+    assert receipt["dataset"]["files"][0]["path"] == "rows.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ import sys
 
 import pytest
 import tiny_jobs
+import train_grpo
+
+from longstraw_jax.evidence import receipt
+from longstraw_jax.io.run_lock import LOCK_FILE, run_lock
 
 MAIN = tiny_jobs.EXPERIMENTS / "train_grpo.py"
 TESTS = pathlib.Path(__file__).parent
@@ -182,3 +186,17 @@ def test_bad_input_is_one_line_exit_code_2_and_nothing_written(name, results):
     for part in BAD[name][1]:
         assert part in lines[0], lines[0]
     assert not workdir.exists()
+
+
+def test_another_configurations_folder_is_refused_before_weights_are_read(tmp_path):
+    receipt.bind_config(tmp_path, train_grpo.plain(tiny_jobs.config(seed=1)))
+    gone = tiny_jobs.config(**{"seed": 2, "model.checkpoint": str(tmp_path / "gone")})
+    with pytest.raises(ValueError, match="belongs to another configuration: config.model.checkpoint = "):
+        train_grpo.run(gone, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [receipt.CONFIG_FILE]
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    with run_lock(tmp_path), pytest.raises(ValueError, match="is in use by another run"):
+        train_grpo.run(tiny_jobs.config(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]

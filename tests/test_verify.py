@@ -93,11 +93,22 @@ def test_a_changed_byte_is_caught_wherever_it_is(run, name):
 def test_a_changed_dataset_is_caught_and_an_absent_one_is_said(run, capsys):
     run_dir, dataset = run
     _flip(dataset, 3)
-    assert _mismatches(run_dir) == {"dataset sha256"} and main([str(run_dir)]) == 1
+    assert _mismatches(run_dir) == {f"dataset {dataset}"} and main([str(run_dir)]) == 1
     dataset.unlink()
     capsys.readouterr()
     assert main([str(run_dir)]) == 0
-    assert "is not present: not checked" in capsys.readouterr().out
+    assert "not present: not checked" in capsys.readouterr().out
+
+
+def test_each_of_several_dataset_files_is_checked(run):
+    run_dir, dataset = run
+    second = dataset.with_name("more.jsonl")
+    second.write_text('{"prompt": "c"}\n')
+    files = {path: sha256_file(path) for path in (dataset, second)}
+    write_receipt(run_dir, **receipt_parts(run_dir, dataset) | {"dataset_files": files})
+    assert not _mismatches(run_dir)
+    _flip(second, 3)
+    assert _mismatches(run_dir) == {f"dataset {second}"}
 
 
 def test_a_dataset_of_the_run_folder_must_be_there(run):
@@ -107,7 +118,7 @@ def test_a_dataset_of_the_run_folder_must_be_there(run):
     write_receipt(run_dir, **receipt_parts(run_dir, inside))
     assert not _mismatches(run_dir)
     inside.unlink()
-    assert _mismatches(run_dir) == {"dataset sha256"}
+    assert _mismatches(run_dir) == {"dataset rows.jsonl"}
 
 
 @pytest.mark.parametrize("edit", ["extra", "missing_last", "missing_middle", "swapped", "cut", "blank", "empty"])
@@ -245,8 +256,8 @@ def test_paths_that_escape_are_refused(run, path):
     assert _mismatches(run_dir) == {f"artifact {path}"}
     edit_receipt(run_dir, lambda receipt: receipt["artifacts"].pop())
     if not path.startswith("/"):
-        edit_receipt(run_dir, lambda receipt: receipt["dataset"].update(path=path))
-        assert _mismatches(run_dir) == {"dataset sha256"}
+        edit_receipt(run_dir, lambda receipt: receipt["dataset"]["files"][0].update(path=path))
+        assert _mismatches(run_dir) == {f"dataset {path}"}
 
 
 def test_a_missing_artifact_is_caught(run):

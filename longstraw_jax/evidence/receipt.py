@@ -80,8 +80,7 @@ def write_receipt(
     mesh_shape: Mapping[str, int],
     kernels: Mapping[str, str],
     weights_fingerprint: str,
-    dataset_path: str | os.PathLike,
-    dataset_sha256: str,
+    dataset_files: Mapping[str | os.PathLike, str],
     dataset_counts: Mapping[str, int],
     seeds: Mapping[str, int],
     prefix_gradient_mode: str,
@@ -97,8 +96,8 @@ def write_receipt(
       mesh_shape: axis name -> size, as `dict(mesh.shape)`.
       kernels: op -> the implementation that ran.
       weights_fingerprint: `tree_fingerprint` of the base weights.
-      dataset_path: the dataset file; one in the run folder is recorded relative to it.
-      dataset_sha256: `sha256_file` of it, taken when it was read.
+      dataset_files: dataset file -> its `sha256_file`, taken when it was read, in reading order; a file in the run
+        folder is recorded relative to it.
       dataset_counts: name -> count (rows, duplicates dropped, ...).
       seeds: name -> seed.
       prefix_gradient_mode: frozen, detached or exact.
@@ -135,8 +134,7 @@ def write_receipt(
         "kernels": dict(kernels),
         "weights_fingerprint": weights_fingerprint,
         "dataset": {
-            "path": _portable_path(workdir, dataset_path),
-            "sha256": dataset_sha256,
+            "files": [{"path": _portable_path(workdir, path), "sha256": sha} for path, sha in dataset_files.items()],
             "counts": dict(dataset_counts),
         },
         "seeds": dict(seeds),

@@ -97,7 +97,8 @@ def _checks(run_dir: Path) -> Iterator[Row]:
     yield _equal("receipt sha256", receipt["receipt_sha256"], sha256_json(body))
     yield from _config_checks(run_dir, receipt)
     yield from _artifact_checks(run_dir, receipt)
-    yield _dataset_check(run_dir, receipt["dataset"])
+    for file in receipt["dataset"]["files"]:
+        yield _dataset_check(run_dir, file)
     yield Row("weights fingerprint", NOT_CHECKED, f"{receipt['weights_fingerprint']}: needs the base checkpoint")
     yield from _step_checks(run_dir, receipt)
 
@@ -150,17 +151,17 @@ def _artifact_checks(run_dir: Path, receipt: Mapping[str, Any]) -> Iterator[Row]
             yield _equal(check, {"bytes": row["bytes"], "sha256": row["sha256"]}, found)
 
 
-def _dataset_check(run_dir: Path, dataset: Mapping[str, Any]) -> Row:
+def _dataset_check(run_dir: Path, file: Mapping[str, Any]) -> Row:
     """A path inside the run folder must be there; one outside may be on another machine."""
-    path = Path(dataset["path"])
+    check, path = f"dataset {file['path']}", Path(file["path"])
     try:
         if not path.is_absolute():
-            path = artifact_path(run_dir, dataset["path"])
+            path = artifact_path(run_dir, file["path"])
         elif not path.exists():
-            return Row("dataset sha256", NOT_CHECKED, f"{dataset['path']!r} is not present: not checked")
-        return _equal("dataset sha256", dataset["sha256"], sha256_file(path))
+            return Row(check, NOT_CHECKED, "not present: not checked")
+        return _equal(check, file["sha256"], sha256_file(path))
     except (OSError, ValueError) as error:
-        return Row("dataset sha256", MISMATCH, str(error))
+        return Row(check, MISMATCH, str(error))
 
 
 def _step_checks(run_dir: Path, receipt: Mapping[str, Any]) -> Iterator[Row]:

@@ -35,14 +35,14 @@ class Dataset:
       rows: dicts with `id` (int or str, unique), `prompt` (a string or a list of {role, content} messages, as
         in the file) and `columns` (every other column by name, for the reward functions; `ground_truth` is
         taken out of `reward_model` when the row has no such column of its own).
-      sha256: hex digest of the files, see `files_sha256`.
+      files: path as given -> hex SHA-256, in reading order, which is the order of the rows.
       read: rows read, duplicates included.
       duplicates_dropped: rows dropped because an earlier row has their id.
       repeated_content: rows kept although an earlier row under another id has the same messages.
     """
 
     rows: tuple[dict, ...]
-    sha256: str
+    files: dict[str, str]
     read: int
     duplicates_dropped: int
     repeated_content: int
@@ -65,6 +65,7 @@ def read_rows(paths: StrPath | Sequence[StrPath], *, required: Sequence[str] = (
         mistyped field. JSONL rows are named by line from 1, parquet rows by number from 0.
     """
     files = _existing_files(paths)
+    digests = {str(file): fingerprint.sha256_file(file) for file in files}
     rows: list[dict] = []
     seen: dict[int | str, tuple[str, bool]] = {}  # id -> (prompt digest, whether the row gave the id)
     prompts: set[str] = set()
@@ -97,16 +98,7 @@ def read_rows(paths: StrPath | Sequence[StrPath], *, required: Sequence[str] = (
         logging.warning(message, names, conflicts, duplicates)
     if repeats:
         logging.warning("%s: %d of %d rows repeat a prompt under another id", names, repeats, len(rows))
-    return Dataset(tuple(rows), files_sha256(files), read, duplicates, repeats)
-
-
-def files_sha256(paths: StrPath | Sequence[StrPath]) -> str:
-    """Hex digest of file contents, in the given order because that is the order of the rows.
-
-    Of one file it is what `sha256sum` prints; of several, `sha256_json` of the list of their digests.
-    """
-    digests = [fingerprint.sha256_file(file) for file in _as_list(paths)]
-    return digests[0] if len(digests) == 1 else fingerprint.sha256_json(digests)
+    return Dataset(tuple(rows), digests, read, duplicates, repeats)
 
 
 def row_order(dataset_size: int, seed: int, step: int, rows_per_step: int) -> Int64[np.ndarray, "rows_per_step"]:

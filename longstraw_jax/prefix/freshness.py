@@ -5,11 +5,22 @@ import numpy as np
 from jaxtyping import Array, UInt
 
 from longstraw_jax import fingerprint
-from longstraw_jax.types import Params, PrefixState
+from longstraw_jax.types import Model, Params, PrefixState
 
 
 class StalePrefixError(ValueError):
     """A prefix state that other weights captured."""
+
+
+def policy_fingerprint(model: Model, base: str) -> UInt[np.ndarray, "2"]:
+    """Fingerprint of what never changes in a policy: the base weights and the configuration they are read with.
+
+    Args:
+      model: its architecture (rotary scaling, eps, ...) and adapter scales count; the mesh does not.
+      base: `fingerprint.tree_fingerprint` of the base weights.
+    """
+    digest = fingerprint.sha256_json([base, repr(model.config), repr(model.lora)])
+    return np.frombuffer(bytes.fromhex(digest[:16]), ">u4").astype(np.uint32)
 
 
 @jax.jit
@@ -17,7 +28,7 @@ def weights_fingerprint(base: UInt[Array, "2"], adapters: Params | None) -> UInt
     """Fingerprint of the weights that a capture depends on.
 
     Args:
-      base: fingerprint of the base weights, taken once: they never change.
+      base: from `policy_fingerprint`, taken once.
       adapters: the adapters the capture ran with, None when it ran without.
     """
     return base if adapters is None else base + fingerprint.device_fingerprint(adapters)

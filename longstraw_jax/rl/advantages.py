@@ -17,7 +17,7 @@ def check_group_size(group_size: int) -> None:
     """
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 2:
         raise ValueError(
-            f"group_size: {group_size!r}; accepted: an integer of at least 2 "
+            f"group={group_size!r}; accepted: an integer of at least 2 "
             "(a response is judged against the others of its group)"
         )
 

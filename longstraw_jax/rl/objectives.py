@@ -105,7 +105,7 @@ def loss_mask(
 
     Args:
         mask: bool [N, T] from `masks.response_mask`.
-        truncated: bool [N] from `masks.finish`.
+        truncated: bool [N], responses without an eos within their budget, as the sampler says.
         signal: bool [N] from `advantages.carries_signal`.
         config: reads mask_truncated and zero_variance_kl.
 

@@ -13,8 +13,9 @@ $(VENV)/.installed: setup.py
 	$(PY) -m pip install --quiet --editable '.[test]'
 	touch $@
 
+# A file's tests share compiled programs, so a file stays with one worker.
 test: $(VENV)/.installed lint
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
 # Also checks the exported adapter against Hugging Face PEFT (installs torch).
 test-hf: $(VENV)/.installed

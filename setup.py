@@ -3,7 +3,14 @@
 import setuptools
 
 EXTRAS = {
-    "test": ["pytest>=8,<10", "beartype>=0.20,<1", "ruff>=0.9,<1", "nbmake>=1.5,<2", "ipykernel>=6,<8"],
+    "test": [
+        "pytest>=8,<10",
+        "pytest-xdist>=3.6,<4",
+        "beartype>=0.20,<1",
+        "ruff>=0.9,<1",
+        "nbmake>=1.5,<2",
+        "ipykernel>=6,<8",
+    ],
     "hf": ["torch>=2.9,<3", "transformers>=5.13.1,<6", "peft>=0.18,<1"],
     "notebooks": ["jupyterlab>=4,<5", "ipykernel>=6,<8"],
     "cuda": ["jax[cuda13]>=0.10.2,<0.12"],

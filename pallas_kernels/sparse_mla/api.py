@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_mla import hopper_triton, reference
+from pallas_kernels.sparse_mla import hopper_backward, hopper_forward, hopper_triton, reference
 
 IMPLEMENTATIONS = ("auto", "hopper", "interpret", "reference")
 PAGE = 64  # rows of a page
+MOSAIC = (576, 512)  # width and value_dim of the Mosaic GPU kernels; Triton's serve smaller latents
+WIDEST_TRITON = 288  # whose backward pass fits in shared memory
 
 merge_partial = reference.merge_partial
 
@@ -30,8 +32,14 @@ def _hopper_problem(q, rows, value_dim) -> str | None:
     """Why the Hopper kernels cannot serve, or None."""
     if not _hopper():
         return f"the device is {jax.devices()[0].device_kind!r}; accepted: an NVIDIA Hopper GPU"
+    if jax.__version_info__ < (0, 11):
+        return f"JAX is {jax.__version__}; accepted: 0.11 or newer"  # older ones lose references inside custom_vmap
     if q.dtype != jnp.bfloat16 or rows.dtype != jnp.bfloat16:
         return f"q is {q.dtype} and rows are {rows.dtype}; accepted: bfloat16"
+    if (q.shape[-1], value_dim) == MOSAIC:
+        return None
+    if q.shape[-1] > WIDEST_TRITON:
+        return f"width={q.shape[-1]} with value_dim={value_dim}; accepted: {MOSAIC}, or a width up to {WIDEST_TRITON}"
     return _block_problem(q, value_dim)
 
 
@@ -116,6 +124,8 @@ def _forward(backend, scale, value_dim):
     def call(q, rows, ids):
         if backend == "reference":
             return reference.sparse_mla(q, rows, ids, scale=scale, value_dim=value_dim)
+        if backend == "hopper" and (q.shape[-1], value_dim) == MOSAIC:
+            return hopper_forward.forward(q, rows, ids, scale=scale)
         return hopper_triton.forward(q, rows, ids, scale=scale, value_dim=value_dim, interpret=backend == "interpret")
 
     @call.def_vmap
@@ -135,6 +145,8 @@ def _backward(backend, scale, deterministic):
         args = (q, rows, ids, lse, dout, shift, accumulator)
         if backend == "reference":
             return reference.sparse_mla_backward(*args, scale=scale, deterministic=deterministic)
+        if backend == "hopper" and (q.shape[-1], dout.shape[-1]) == MOSAIC:
+            return hopper_backward.backward(*args, scale=scale, deterministic=deterministic)
         return hopper_triton.backward(*args, scale=scale, deterministic=deterministic, interpret=backend == "interpret")
 
     @call.def_vmap

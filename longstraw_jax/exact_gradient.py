@@ -93,8 +93,8 @@ def reverse_chunk(
 
     def own_rows(axis, start, count, page_grads):
         capacity = page_grads[0].shape[2] * page_grads[0].shape[3]
-        chunk = ids.shape[0]
-        _, rows = pages.chunk_rows(start, count, chunk, capacity, axis)
+        aligned = model.prefix_store == "host"
+        _, rows = pages.chunk_rows(start, count, ids.shape[0], capacity, axis, aligned=aligned)
         return tuple(pages.read(pool, rows) for pool in page_grads)
 
     seeds = parallel.mapped(own_rows, model.mesh, (P(), P(), specs.latents), specs.latents)(start, count, page_grads)
@@ -139,8 +139,10 @@ def exact_prefix_vjp(
       The adapters' gradients, per device (lora.finalise): `grads` as they are where all gradient pages are 0.
 
     Raises:
-      ValueError: `tokens` are not as many as the prefix holds, or `selections` not as many as there are chunks.
+      ValueError: `tokens` are not as many as the prefix holds, `selections` not as many as there are chunks, or a
+        chunk that capture refuses too.
     """
+    capture.check_chunk(model, chunk)
     if not _any(page_grads):  # a group without a gradient, as one of equal rewards: nothing to pull back
         return grads
     if tokens.size != int(prefix.length):

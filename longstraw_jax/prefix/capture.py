@@ -186,16 +186,12 @@ def capture(
     tokens = np.asarray(tokens, np.int32)
     config = model.config
     config.check_length(tokens.size + 1, "prompt")
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}; accepted: at least 1")
+    check_chunk(model, chunk)
     capacity = tokens.size if capacity is None else capacity
     if capacity < tokens.size:
         raise ValueError(f"capacity={capacity}; accepted: at least the {tokens.size} tokens to capture")
     check_ids(tokens, config.vocab_size)
     if model.prefix_store == "host":
-        row = pages.PAGE * model.devices
-        if chunk % row:
-            raise ValueError(f"chunk={chunk} with prefix_store='host'; accepted: a multiple of {row} (a page a device)")
         capacity = -(-capacity // chunk) * chunk  # chunks are written whole
     state = pages.allocate(model, capacity)
     for start, count, ids in chunk_ids(model, tokens, chunk):
@@ -209,6 +205,15 @@ def capture(
             progress(start + count)
     # Last, because a chunk donates the state it extends and the caller keeps the fingerprint.
     return dataclasses.replace(state, fingerprint=fingerprint)
+
+
+def check_chunk(model: Model, chunk: int) -> None:
+    """Raises ValueError for a number of tokens a step that the pages cannot take."""
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk}; accepted: at least 1")
+    row = pages.PAGE * model.devices
+    if model.prefix_store == "host" and chunk % row:
+        raise ValueError(f"chunk={chunk} with prefix_store='host'; accepted: a multiple of {row} (a page a device)")
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int) -> None:

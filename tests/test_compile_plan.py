@@ -1,0 +1,89 @@
+"""The command: a tiny model compiled for 32 emulated devices, bad input in one line, and a full-size chunk (aot)."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+from absl import flags
+
+EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
+sys.path.insert(0, str(EXPERIMENTS))
+
+import compile_plan  # noqa: E402
+
+TINY = ("--config=tiny", "--topology=cpu:32", "--tokens=16384", "--response=64")
+
+
+def run(*arguments: str) -> int:
+    values = flags.FlagValues()
+    compile_plan.define_flags(values)
+    return compile_plan.command(values, values(["compile_plan.py", *arguments])[1:])
+
+
+def test_a_tiny_model_compiles_for_32_devices(tmp_path, capsys):
+    """Table, receipt and picture; pages on the host are off the device, whose bytes fall by as much."""
+    out = {store: tmp_path / store for store in ("device", "host")}
+    for store, folder in out.items():
+        assert run(*TINY, "--programs=capture,add", f"--prefix_store={store}", f"--out={folder}") == 0
+    printed = capsys.readouterr().out
+    assert "capture" in printed and "peak: " in printed and "pinned host memory" in printed
+    device, host = (json.loads((folder / "plan.json").read_text()) for folder in out.values())
+    assert matplotlib.image.imread(out["host"] / "plan.png").std() > 0.05
+    pages = {kind: device["programs"]["capture"]["bytes"][kind] for kind in ("latent pages", "index keys")}
+    assert host["programs"]["capture"]["host_bytes"] == pages and all(pages.values())
+    assert [host["programs"]["capture"]["bytes"][kind] for kind in pages] == [0, 0]
+    assert device["programs"]["capture"]["host_bytes"] == {} and host["peak"]["host_bytes"] == sum(pages.values())
+    assert device["sizes"]["chunk"] == 2048 and device["needs"] is None and device["peak"]["complete"]
+
+
+SMALL = "--topology=cpu:32 --tokens=2048 --config=tiny"
+BAD = {
+    "--topology=tpu:v5p:2x2 --tokens=2097152": "topology='tpu:v5p:2x2' is not known; accepted: tpu:v5p:4x4x2, tpu:v6e",
+    "--topology=cpu:32 --tokens=16000 --config=tiny": "tokens=16000 .* nearest are 14336 or 16384",
+    "--topology=cpu:32 --tokens=2097152 --yarn_positions=0": "tokens=2097152 .*--yarn_positions=2097664",
+    "--topology=cpu:32 --tokens=4194304": "tokens=4194304 .*--yarn_positions=4194816",
+    "--topology=cpu:32 --tokens=2048 --config=none.json": "config='none.json' is no file; accepted: glm52, tiny",
+    f"{SMALL} --chunk=33": "chunk=33; accepted: a multiple of 32, at most 2048",
+    f"{SMALL} --groups=2,x": "groups='2,x'; accepted: positive integers",
+    f"{SMALL} --rank=0": "rank=0; accepted: at least 1",
+    f"{SMALL} --response=0": "response=0; accepted: at least 1",
+    f"{SMALL} --imbalance=0.5": "expert_load=0.5; accepted: 1",
+    f"{SMALL} --mode=all": "mode='all'; accepted: 'frozen'",
+    f"{SMALL} --programs=nap": "'nap'.* are not known; accepted: .*'capture'",
+    "--tokens=2048": "accepted: --config=NAME --tokens=N --topology=NAME",
+    f"{SMALL} more": "arguments .'more'.; accepted: --config=NAME",
+}
+
+
+@pytest.mark.parametrize("arguments", list(BAD))
+def test_bad_input_is_one_line_and_exit_status_2(arguments, capsys, tmp_path):
+    assert run(*arguments.split(), f"--out={tmp_path / 'plan'}") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("error: ")
+    assert re.search(BAD[arguments], error), error
+    assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.skipif(sys.modules.get("libtpu") is not None, reason="libtpu is loaded")
+def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)  # as if it were not installed
+    assert run("--topology=tpu:v5p:4x4x2", "--tokens=2097152") == 2
+    assert "accepted: pip install 'longstraw_jax[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.aot
+def test_a_full_size_capture_chunk_compiles_for_32_tpus(tmp_path):
+    """GLM-5.2 at 2,097,152 tokens; in a process of its own, whose compiler sees no flags of this one."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command = [sys.executable, EXPERIMENTS / "compile_plan.py", "--config=glm52", "--tokens=2097152"]
+    command += ["--topology=tpu:v5p:4x4x2", "--programs=capture", f"--out={tmp_path}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "plan.json").read_text())["programs"]["capture"]
+    assert found["fits"] and 46e9 < found["bytes"]["base weights"] < 47e9
+    assert found["seconds"]["compile"] < 300 and found["compiler_memory_bytes"] < 16e9

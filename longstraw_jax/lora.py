@@ -164,7 +164,8 @@ def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int, *, mesh: Mes
         if name == "a":
             own = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(".".join(site.path).encode())]))
             value = np.float32(site.d_in**-0.5) * (2 * own.random(site.shapes["a"], np.float32) - 1)
-        return jax.device_put(value, sharding.named(mesh, _resting_spec(site)))
+        where = sharding.named(mesh, _resting_spec(site))
+        return jax.make_array_from_callback(value.shape, where, lambda at: value[at])
 
     return _per_leaf(config, lora, draw)
 

@@ -158,4 +158,6 @@ def score(
     def one(member):
         return member_logprobs(model, base, adapters, prefix, *member, temperature)
 
-    return jax.lax.map(one, (inputs, targets, lengths))
+    whole = sharding.named(model.mesh, P())  # every host reads all of it
+    scored = jax.lax.map(one, (inputs, targets, lengths))
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), scored)

@@ -166,7 +166,9 @@ def draw_group(
     config = model.config
     specs = (decoder.param_specs(config), lora.stored_specs(model, adapters), pages.prefix_specs(config), P(), P(), P())
     mapped = parallel.mapped(body, model.mesh, specs, P(sharding.AXIS))
-    return jax.tree.map(lambda x: x[:group], mapped(base, adapters, prefix, boundary, key, temperature))
+    whole = sharding.named(model.mesh, P())  # every host reads all of it
+    drawn = mapped(base, adapters, prefix, boundary, key, temperature)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[:group], whole), drawn)
 
 
 def sample(

@@ -12,7 +12,7 @@ PACKAGES = ("pallas_kernels", "longstraw_jax", "experiments")
 # A file imports only from its own line or from lines above it.
 ORDER = (
     ("pallas_kernels",),
-    ("longstraw_jax.config", "longstraw_jax.types", "longstraw_jax.fingerprint"),
+    ("longstraw_jax.config", "longstraw_jax.types", "longstraw_jax.fingerprint", "longstraw_jax.launch"),
     ("longstraw_jax.sharding",),
     ("longstraw_jax.parallel",),
     ("longstraw_jax.model",),

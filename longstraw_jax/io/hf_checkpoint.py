@@ -6,6 +6,7 @@ the host, which spares a compiled program for every shape.
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from longstraw_jax import sharding
+from longstraw_jax import launch, sharding
 from longstraw_jax.config import ConfigError, ModelConfig, load_model_config, model_config_from_hf
 from longstraw_jax.io import tensor_files
 from longstraw_jax.io.hf_layout import Parameter, layer_of, parameters
@@ -48,8 +49,9 @@ def load(
 ) -> tuple[ModelConfig, Params]:
     """Reads a checkpoint folder into base weights that lie where the model wants them.
 
-    Reads F32, F16, BF16 and block-scaled F8_E4M3 (DeepSeek-V3's format: w = w_fp8 * scale of its block), each
-    tensor once. The host holds one parameter at a time, and of the experts one projection of one layer.
+    Reads F32, F16, BF16 and block-scaled F8_E4M3 (DeepSeek-V3's format: w = w_fp8 * scale of its block). Every
+    process reads what its own devices hold, once. The host holds one parameter at a time, and of the experts one
+    projection of one layer.
     Router weight, correction bias and the indexer's weights_proj become fp32, all else the configuration's
     dtype. MTP layers are set aside.
 
@@ -86,7 +88,8 @@ def load(
         return value
 
     base = jax.tree.map(one, tree)
-    tensor_files.refuse(directory, {NOT_FINITE: not_finite})
+    found = itertools.chain(*launch.exchange(not_finite))  # each process has seen its own part alone
+    tensor_files.refuse(directory, {NOT_FINITE: list(dict.fromkeys(found))})
     return config, base
 
 
@@ -234,18 +237,35 @@ def _whole(
     parameter: Parameter, entries: Mapping[str, Entry], mesh: Mesh | None, block: tuple[int, int]
 ) -> tuple[Array, list[str]]:
     """A parameter that holds no experts, put together on the host; also its tensors that are not finite."""
-    host, bad = np.empty(parameter.shape, parameter.dtype), []
+    target = sharding.named(mesh, parameter.spec)
+    start, stop = _own_box(target, parameter.shape)
+    host, bad = np.empty(stop - start, parameter.dtype), []
+    own = [slice(*bounds) for bounds in zip(start[parameter.stacked :], stop[parameter.stacked :], strict=True)]
+    in_file = own[::-1] if parameter.transposed else own
     for row, (name,) in zip(host if parameter.stacked else host[None], parameter.names, strict=True):
-        scale = entries.get(name + _SCALE)
-        scales = None if scale is None else tensor_files.read_stack([scale])
+        stored = tensor_files.read_box(entries[name], in_file)[None]
+        scales = None
+        if name + _SCALE in entries:
+            scales = _per_number(np, tensor_files.read_stack([entries[name + _SCALE]]), block)[:, *in_file]
         with np.errstate(over="ignore", invalid="ignore"):  # found and named below
-            stored = tensor_files.read_stack([entries[name]])
-            value = _convert(np, stored, scales, parameter.dtype, parameter.transposed, block)[0]
+            value = _convert(np, stored, scales, parameter.dtype, parameter.transposed)[0]
             if not np.isfinite(value).all():
                 bad.append(name)
         row[...] = value
-    target = sharding.named(mesh, parameter.spec)
-    return jax.make_array_from_callback(parameter.shape, target, lambda at: host[at]), bad
+
+    def part(at):
+        corner = [s.indices(n)[0] for s, n in zip(at, parameter.shape, strict=True)]
+        size = target.shard_shape(parameter.shape)
+        return host[tuple(slice(c - b, c - b + n) for c, b, n in zip(corner, start, size, strict=True))]
+
+    return jax.make_array_from_callback(parameter.shape, target, part), bad
+
+
+def _own_box(target: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """First and last corner of the smallest box that holds the shards of this process's devices."""
+    shards = target.addressable_devices_indices_map(shape).values()
+    bounds = np.array([[at.indices(n)[:2] for at, n in zip(shard, shape, strict=True)] for shard in shards])
+    return bounds[:, :, 0].min(0), bounds[:, :, 1].max(0)
 
 
 def _experts(
@@ -254,6 +274,7 @@ def _experts(
     """A parameter of experts, filled a layer at a time; also its tensors that are not finite."""
     stack = jnp.zeros(parameter.shape, parameter.dtype, device=sharding.named(mesh, parameter.spec))
     target = sharding.named(mesh, PartitionSpec(*tuple(parameter.spec)[1:]))
+    everywhere = sharding.named(mesh, PartitionSpec())
     bad = []
 
     def put(found: list[Entry]) -> Array:
@@ -264,7 +285,7 @@ def _experts(
         weights = put([entries[name] for name in names])
         scaled = names[0] + _SCALE in entries
         scales = put([entries[name + _SCALE] for name in names]) if scaled else None
-        stack, finite = _fill(stack, weights, scales, row, block)
+        stack, finite = _fill(stack, weights, scales, row, block, everywhere)
         # np.asarray waits for the devices: the host runs no further ahead than one layer.
         bad.extend(name for name, good in zip(names, np.asarray(finite), strict=True) if not good)
     return stack, bad
@@ -273,32 +294,41 @@ def _experts(
 def _convert(
     numpy: ModuleType,
     weights: Float[Array, "E out in"],
-    scales: Float[Array, "E row_blocks column_blocks"] | None,
+    scales: Float[Array, "E out in"] | None,
     dtype: np.dtype,
     transposed: bool,
-    block: tuple[int, int],
 ) -> Float[Array, "E ..."]:
     """Tensors as read, to what the base holds. `numpy` is NumPy, or jax.numpy inside a trace."""
     if scales is not None:
-        for axis in (0, 1):
-            scales = numpy.repeat(scales, block[axis], axis=axis - 2)
-        weights = weights.astype(numpy.float32) * scales[:, : weights.shape[1], : weights.shape[2]]
+        weights = weights.astype(numpy.float32) * scales
     if transposed:
         weights = numpy.swapaxes(weights, -1, -2)
     return weights.astype(dtype)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=4)
+def _per_number(
+    numpy: ModuleType, scales: Float[Array, "E row_blocks column_blocks"], block: tuple[int, int]
+) -> Float[Array, "E rows columns"]:
+    """Scales of FP8 blocks, one a number; the last blocks may reach past the tensor."""
+    for axis in (0, 1):
+        scales = numpy.repeat(scales, block[axis], axis=axis - 2)
+    return scales
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(4, 5))
 def _fill(
     stack: Float[Array, "R E in out"],
     weights: Float[Array, "E out in"],
     scales: Float[Array, "E row_blocks column_blocks"] | None,
     row: int,
     block: tuple[int, int],
+    everywhere: jax.sharding.Sharding,
 ) -> tuple[Float[Array, "R E in out"], Bool[Array, "E"]]:
-    """Writes one layer's experts in place; also which of them are finite."""
-    value = _convert(jnp, weights, scales, stack.dtype, True, block)
-    finite = jnp.isfinite(value).all(axis=(1, 2))
+    """Writes one layer's experts in place; also which of them are finite, on every device."""
+    if scales is not None:
+        scales = _per_number(jnp, scales, block)[:, : weights.shape[1], : weights.shape[2]]
+    value = _convert(jnp, weights, scales, stack.dtype, True)
+    finite = jax.lax.with_sharding_constraint(jnp.isfinite(value).all(axis=(1, 2)), everywhere)
     return jax.lax.dynamic_update_index_in_dim(stack, value, row, axis=0), finite
 
 

@@ -178,15 +178,43 @@ def read_stack(entries: Sequence[Entry]) -> Float[np.ndarray, "N ..."]:
     out = np.empty((len(entries), *first.shape), DTYPES[first.dtype])
     rows = out.reshape(-1).view(np.uint8).reshape(len(entries), first.end - first.begin)
     for row, entry in zip(rows, entries, strict=True):
-        view = memoryview(row)
         with open(entry.file, "rb", buffering=0) as handle:
-            done = 0
-            while done < len(view):  # one call reads at most 2 GiB
-                count = os.preadv(handle.fileno(), [view[done:]], entry.begin + done)
-                if count == 0:
-                    raise OSError(f"{entry.file} ended at byte {entry.begin + done}, {entry.end} expected")
-                done += count
+            _read_into(memoryview(row), handle.fileno(), entry, 0)
     return out
+
+
+def read_box(entry: Entry, box: Sequence[slice]) -> Float[np.ndarray, "..."]:
+    """Reads a box of one tensor, a slice of step 1 an axis; no byte outside of it.
+
+    Raises:
+      OSError: the file ended early (it changed after its header was read).
+    """
+    bounds = [at.indices(size)[:2] for at, size in zip(box, entry.shape, strict=True)]
+    shape = [stop - start for start, stop in bounds]
+    out = np.empty(shape, DTYPES[entry.dtype])
+    split = len(shape)  # axes from here on are taken whole, so that one run of bytes spans them and the axis before
+    while split and shape[split - 1] == entry.shape[split - 1]:
+        split -= 1
+    lead = max(split - 1, 0)
+    run = math.prod(shape[lead:]) * out.itemsize
+    strides = [math.prod(entry.shape[axis + 1 :]) * out.itemsize for axis in range(len(shape))]
+    corner = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
+    view = memoryview(out.reshape(-1).view(np.uint8))
+    with open(entry.file, "rb", buffering=0) as handle:
+        for number, index in enumerate(np.ndindex(*shape[:lead])):
+            offset = corner + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            _read_into(view[number * run : (number + 1) * run], handle.fileno(), entry, offset)
+    return out
+
+
+def _read_into(view: memoryview, descriptor: int, entry: Entry, offset: int) -> None:
+    """Fills `view` from byte `offset` of a tensor on."""
+    done, start = 0, entry.begin + offset
+    while done < len(view):  # one call reads at most 2 GiB
+        count = os.preadv(descriptor, [view[done:]], start + done)
+        if count == 0:
+            raise OSError(f"{entry.file} ended at byte {start + done}, {entry.end} expected")
+        done += count
 
 
 @contextlib.contextmanager

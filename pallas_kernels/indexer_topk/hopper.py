@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.indexer_topk import hopper_scores, hopper_select
+from pallas_kernels.indexer_topk import hopper_scores, hopper_select, reference
 from pallas_kernels.indexer_topk.hopper_scores import PAGE
 
 WORKSPACE = 2**30  # bytes of stored scores; lists of candidates add at most half as much
@@ -30,7 +31,8 @@ def index_topk(
 
     Args:
       q, pages: bf16. w: fp32. table: int32 page of each 64 positions, None for pages in order. limit: int32.
-      k: at most the number of positions.
+      k: at most the number of positions and `hopper_select.MAX_K`.
+      interpret: run on the host; jax before 0.11 interprets selection alone and takes the scores of the reference.
     """
     queries, heads, _ = q.shape
     count = pages.shape[0] if table is None else table.shape[0]
@@ -38,13 +40,18 @@ def index_topk(
     most = max(block, min(ROWS, WORKSPACE // (4 * PAGE * count)) // block * block)
     batches = pl.cdiv(queries, most)
     rows = pl.cdiv(pl.cdiv(queries, batches), block) * block
-    chunk = min(max(count * (rows // block) // PROGRAMS, 8), 128)
+    chunk = min(pl.cdiv(count * (rows // block), PROGRAMS * 16) * 16, 128)
 
     def one(args):
         q, w, limit = args
         needed = pl.cdiv(limit.reshape(-1, block).max(axis=1), PAGE)
-        scores = hopper_scores.index_scores(q, w, pages, table, needed, chunk=chunk, interpret=interpret)
-        return hopper_select.select(scores, limit, k, interpret=interpret)
+        if interpret and not hasattr(plgpu, "InterpretGPUParams"):
+            keys = (pages if table is None else pages[table]).reshape(-1, pages.shape[-1])
+            scores = reference.index_scores(q, w, keys)
+            peaks = reference.order_key(scores).reshape(rows, -1, hopper_scores.GROUP).max(axis=-1)
+        else:
+            scores, peaks = hopper_scores.index_scores(q, w, pages, table, needed, chunk=chunk, interpret=interpret)
+        return hopper_select.select(scores, peaks, limit, k, interpret=interpret)
 
     pad = batches * rows - queries  # padding queries see no key
     q, w, limit = (jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1)) for x in (q, w, limit))

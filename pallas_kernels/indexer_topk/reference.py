@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+QUERIES, KEYS = 64, 16384  # scored at once by index_topk
+
 
 def index_scores(q: Float[Array, "T I H"], w: Float[Array, "T I"], k: Float[Array, "S H"]) -> Float[Array, "T S"]:
     """sum_i w[t, i] * relu(q[t, i] . k[s]) in fp32 (DeepSeek-V3.2's lightning indexer; w holds both scales).
@@ -62,8 +64,35 @@ def merge(scores: Float[Array, "T M"], ids: Int[Array, "T M"], k: int) -> tuple[
 def index_topk(
     q: Float[Array, "T I H"], w: Float[Array, "T I"], keys: Float[Array, "S H"], limit: Int[Array, "T"], k: int
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-    """Scores and positions of the min(k, limit[t]) best of keys[:limit[t]], by ascending position; -inf, -1 after."""
-    scores, ids = select(index_scores(q, w, keys), jnp.arange(keys.shape[0]) < limit[:, None], k)
-    position = jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids)
-    _, scores, ids = jax.lax.sort((position, scores, ids), num_keys=1)
-    return scores, ids
+    """Scores and positions of the min(k, limit[t]) best of keys[:limit[t]], by ascending position; -inf and -1 after.
+
+    The same as `select` on all scores at once, in blocks of queries and of keys: the best so far are merged with each
+    block of keys up to the largest limit of the queries.
+    """
+    queries, length = q.shape[0], keys.shape[0]
+    k = min(k, length)
+    rows, columns = min(QUERIES, queries), min(KEYS, length)
+    keys = jnp.pad(keys, ((0, -length % columns), (0, 0)))
+
+    def one(args):
+        q, w, limit = args
+
+        def add(i, best):
+            block = jax.lax.dynamic_slice_in_dim(keys, i * columns, columns)
+            position = i * columns + jnp.arange(columns, dtype=jnp.int32)
+            ids = jnp.where(position < limit[:, None], position, -1)
+            # Earlier keys stand first, so that equal scores keep the order of position.
+            scores = jnp.concatenate([best[0], index_scores(q, w, block)], axis=1)
+            ids = jnp.concatenate([best[1], ids], axis=1)
+            scores, chosen = select(scores, ids >= 0, k)
+            return scores, jnp.where(chosen < 0, -1, jnp.take_along_axis(ids, chosen, axis=1))
+
+        none = jnp.full((rows, k), -jnp.inf, jnp.float32), jnp.full((rows, k), -1, jnp.int32)
+        scores, ids = jax.lax.fori_loop(0, (limit.max() + columns - 1) // columns, add, none)
+        _, scores, ids = jax.lax.sort((jnp.where(ids < 0, length, ids), scores, ids), num_keys=1)
+        return scores, ids
+
+    pad = -queries % rows  # padding queries see no key
+    q, w, limit = (jnp.pad(x, ((0, pad),) + ((0, 0),) * (x.ndim - 1)) for x in (q, w, limit))
+    blocks = jax.lax.map(one, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), (q, w, limit)))
+    return jax.tree.map(lambda x: x.reshape(-1, k)[:queries], blocks)

@@ -70,11 +70,19 @@ def prefix_shapes(model: Model, tokens: int) -> PrefixState:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "tokens"))
 def allocate(model: Model, tokens: int) -> PrefixState:
     """An empty prefix state with room for `tokens`."""
-    return jax.tree.map(
-        lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), prefix_shapes(model, tokens)
+    return _zeros(model, tokens)()
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(model, tokens):
+    """A program, because zeros made elsewhere would be whole on one device first."""
+    shapes = prefix_shapes(model, tokens)
+    # out_shardings, because a placement inside the program is lost on zeros.
+    return jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
     )
 
 

@@ -1,7 +1,7 @@
 """Rows gathered into wgmma-ready shared memory and sums added to single rows, which Pallas has no operations for.
 
 Inline PTX through Mosaic GPU. `cp.async` of 16 bytes a thread gathers rows into the 128-byte swizzle that wgmma reads,
-and writes zeros where nothing is selected; vectors of fp32 atomic adds scatter a wgmma accumulator's rows.
+and writes zeros where nothing is selected. `cp.reduce.async.bulk` adds a wgmma accumulator's rows, 128 bytes each.
 """
 
 import jax
@@ -14,6 +14,10 @@ TILE = 64  # columns of a swizzled tile, 128 bytes of bf16
 TRANSFORMS = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 THREADS = 128  # of a warpgroup, what a Pallas thread is
 ROW_THREADS = 8  # copy one row's 128 bytes of a tile
+SLOTS, PITCH = (
+    3,
+    144,
+)  # pieces on their way to rows at once; bytes from one row's 128 to the next, against bank conflicts
 
 
 def load(ref: jax.Array, layout: plgpu.Layout) -> jax.Array:
@@ -39,16 +43,16 @@ def _device_address(ref):
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
 
 
-def gather_rows(rows: jax.Array, ids: jax.Array, parts: list[jax.Array]) -> None:
-    """Starts copying rows[ids] into shared memory, by one warpgroup; `wait_rows` waits for it.
+def gather_rows(rows: jax.Array, ids: jax.Array, parts: list[tuple[jax.Array, int]]) -> None:
+    """Starts copying columns of rows[ids] into shared memory, by one warpgroup.
 
     Args:
       rows: [S, W] bf16 in device memory. Offsets are 64-bit.
       ids: [keys] int32 in shared memory, keys a multiple of 16; -1 reads nothing and gives zeros.
-      parts: [keys, columns] each, bf16 in shared memory with `TRANSFORMS`; their columns make up W.
+      parts: [keys, columns] each, bf16 in shared memory with `TRANSFORMS`, and the first of its columns.
     """
-    keys, widths = ids.shape[0], [part.shape[1] for part in parts]
-    row_bytes = 2 * sum(widths)
+    keys, row_bytes = ids.shape[0], 2 * rows.shape[1]
+    widths, columns = [part.shape[1] for part, _ in parts], [column for _, column in parts]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(plgpu.RefType(TRANSFORMS) for _ in parts)))
     def copy(ctx, rows, ids, *parts):
@@ -67,16 +71,14 @@ def gather_rows(rows: jax.Array, ids: jax.Array, parts: list[jax.Array]) -> None
             row = arith.select(some, row, c(0))
             offset = arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64))
             address = arith.addi(source, arith.addi(offset, arith.extui(i64, arith.muli(lane, c(16)))))
-            tile_row, column = arith.divui(key, c(8)), 0
-            for target, width in zip(targets, widths, strict=True):
+            tile_row = arith.divui(key, c(8))
+            for target, width, column in zip(targets, widths, columns, strict=True):
                 base = arith.addi(target, arith.addi(arith.muli(tile_row, c(width * 16)), swizzled))
                 for tile in range(width // TILE):
                     places = f"[$0 + {1024 * tile}], [$1 + {2 * (column + tile * TILE)}]"
                     _ptx(f"cp.async.cg.shared.global.L2::128B {places}, 16, $2;", "r,l,r", base, address, size)
-                column += width
-        _ptx("cp.async.commit_group;", "")
 
-    copy(rows, ids, *parts)
+    copy(rows, ids, *(part for part, _ in parts))
 
 
 def wait_rows() -> None:
@@ -85,67 +87,105 @@ def wait_rows() -> None:
     @plgpu.inline_mgpu()
     def wait(ctx):
         del ctx
-        _ptx("cp.async.wait_group 0;", "")
+        _ptx("cp.async.wait_all;", "")
 
     wait()
     plgpu.commit_smem()
 
 
-def _write_rows(target, ids, x, column, instruction):
-    """x [64, columns] in wgmma's registers to rows of target, from `column` on; row ids[i], or without ids row i.
+def _each_pair(x):
+    """(row, column, value) of the two neighbouring columns in each register of x [64, columns], as wgmma leaves them.
 
-    Lane l holds the columns 2 (l % 4) and the next of every 8, in the row l / 4 and in the 8th after it. Neighbours
-    swap, so that the even lane has four columns of the upper row and the odd one four of the lower row.
+    Lane l of warp w holds the columns 2 (l % 4) and the next of every 8, in row 16 w + l / 4 and 8 rows on. The row is
+    relative to the thread's first one, the column to its first one.
     """
-    row_bytes, columns = 4 * target.shape[1], x.shape[1]
-    refs = (target,) if ids is None else (target, ids)
-
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType() for _ in refs), plgpu.Layout.WGMMA))
-    def write(ctx, target, *rest):
-        del ctx
-        *ids, x = rest
-        i32, i64, c = _constants()
-        thread = arith.remui(utils.thread_idx(), c(THREADS))
-        lane, warp = arith.remui(thread, c(32)), arith.divui(thread, c(32))
-        odd = arith.remui(lane, c(2))
-        is_odd = arith.cmpi(arith.CmpIPredicate.eq, odd, c(1))
-        row = arith.addi(arith.muli(warp, c(16)), arith.addi(arith.divui(lane, c(4)), arith.muli(odd, c(8))))
-        if ids:
-            row = memref.load(ids[0], [arith.index_castui(ir.IndexType.get(), row)])
-        first = arith.muli(arith.divui(arith.remui(lane, c(4)), c(2)), c(16))
-        offset = arith.addi(arith.muli(arith.extsi(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, first))
-        address = arith.addi(_device_address(target), offset)
-        for tile, (upper, lower) in enumerate(x.registers.reshape(columns // 8, 2)):
-            upper, lower = ([llvm.extractelement(v, c(i)) for i in (0, 1)] for v in (upper, lower))
-            given = [arith.select(is_odd, u, v) for u, v in zip(upper, lower, strict=True)]
-            kept = [arith.select(is_odd, v, u) for u, v in zip(upper, lower, strict=True)]
-            taken = [utils.shfl_bfly(v, 1) for v in given]
-            low = [arith.select(is_odd, t, k) for t, k in zip(taken, kept, strict=True)]
-            high = [arith.select(is_odd, k, t) for t, k in zip(taken, kept, strict=True)]
-            place = f"[$1 + {4 * column + 32 * tile}]"
-            _ptx(
-                f"{{ .reg .pred p; setp.ge.s32 p, $0, 0; @p {instruction} {place}, {{$2, $3, $4, $5}}; }}",
-                "r,l,f,f,f,f",
-                row,
-                address,
-                *low,
-                *high,
-            )
-
-    write(*refs, x)
+    for tile, halves in enumerate(x.registers.reshape(-1, 2)):
+        for row, pair in zip((0, 8), halves, strict=True):
+            yield row, 8 * tile, [llvm.extractelement(pair, _constants()[2](i)) for i in (0, 1)]
 
 
-def add_to_rows(target: jax.Array, ids: jax.Array, x: jax.Array, column: int) -> None:
-    """target[ids, column:] += x by atomic adds of 16 bytes, by one warpgroup.
+def _first_row_and_column():
+    """What `_each_pair` is relative to."""
+    _, _, c = _constants()
+    thread = arith.remui(utils.thread_idx(), c(THREADS))
+    lane, warp = arith.remui(thread, c(32)), arith.divui(thread, c(32))
+    row = arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4)))
+    return row, arith.muli(arith.remui(lane, c(4)), c(2))
+
+
+def add_to_rows(target: jax.Array, ids: jax.Array, x: jax.Array, column: int, stage: jax.Array, first_slot: int) -> int:
+    """target[ids, column:] += x, by one warpgroup: 128 bytes of a row at a time go through `stage` to the copy engine.
 
     Args:
       target: [S, W] fp32 in device memory. Offsets are 64-bit.
       ids: [64] int32 in shared memory; -1 adds nothing.
-      x: [64, columns] fp32 in registers, laid out as wgmma leaves it.
+      x: [64, columns] fp32 in registers, laid out as wgmma leaves it; columns a multiple of 32.
+      stage: 32 KB of shared memory with `TRANSFORMS`, this warpgroup's own until `wait_adds`.
+      first_slot: what the call before returned; 0 after `wait_adds`.
     """
-    _write_rows(target, ids, x, column, "red.relaxed.gpu.global.add.v4.f32")
+    row_bytes, pieces = 4 * target.shape[1], x.shape[1] // 32
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.RefType(TRANSFORMS)))
+    def add(ctx, target, ids, x, stage):
+        del ctx
+        i32, i64, c = _constants()
+        thread, stage = arith.remui(utils.thread_idx(), c(THREADS)), _shared_address(stage)
+        row, column_in = _first_row_and_column()
+        place = arith.addi(stage, arith.addi(arith.muli(row, c(PITCH)), arith.muli(column_in, c(4))))
+        # One thread a row sends it.
+        row = memref.load(ids, [arith.index_castui(ir.IndexType.get(), arith.remui(thread, c(64)))])
+        sent = arith.select(arith.cmpi(arith.CmpIPredicate.ult, thread, c(64)), row, c(-1))
+        address = arith.addi(_device_address(target), arith.muli(arith.extsi(i64, row), utils.c(row_bytes, i64)))
+        source = arith.addi(stage, arith.muli(thread, c(PITCH)))
+        pairs = list(_each_pair(x))
+        for piece in range(pieces):
+            slot = (first_slot + piece) % SLOTS * 64 * PITCH
+            _ptx(f"cp.async.bulk.wait_group.read {SLOTS - 1};", "")
+            utils.warpgroup_barrier()
+            for row, column_in, pair in pairs:
+                if column_in // 32 == piece:
+                    at = slot + PITCH * row + 4 * (column_in % 32)
+                    _ptx(f"st.shared.v2.f32 [$0 + {at}], {{$1, $2}};", "r,f,f", place, *pair)
+            utils.commit_shared()
+            _ptx(
+                "{ .reg .pred p; setp.ge.s32 p, $0, 0; @p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+                f"[$1 + {4 * (column + 32 * piece)}], [$2 + {slot}], 128; }}",
+                "r,l,r",
+                sent,
+                address,
+                source,
+            )
+            _ptx("cp.async.bulk.commit_group;", "")
+
+    add(target, ids, x, stage)
+    return (first_slot + pieces) % SLOTS
+
+
+def wait_adds() -> None:
+    """Waits until this warpgroup's `add_to_rows` have read their stage."""
+
+    @plgpu.inline_mgpu()
+    def wait(ctx):
+        del ctx
+        _ptx("cp.async.bulk.wait_group.read 0;", "")
+        utils.warpgroup_barrier()
+
+    wait()
 
 
 def store_rows(target: jax.Array, x: jax.Array, column: int) -> None:
-    """target[:, column:] = x, likewise; target is [64, W] fp32 in device memory."""
-    _write_rows(target, None, x, column, "st.global.v4.f32")
+    """target[:, column:] = x; target is [64, W] fp32 in device memory, x as in `add_to_rows`."""
+    row_bytes = 4 * target.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def store(ctx, target, x):
+        del ctx
+        i32, i64, c = _constants()
+        row, first_column = _first_row_and_column()
+        offset = arith.addi(arith.muli(row, c(row_bytes)), arith.muli(first_column, c(4)))
+        address = arith.addi(_device_address(target), arith.extui(i64, offset))
+        for row, column_in, pair in _each_pair(x):
+            at = row_bytes * row + 4 * (column + column_in)
+            _ptx(f"st.global.v2.f32 [$0 + {at}], {{$1, $2}};", "l,f,f", address, *pair)
+
+    store(target, x)

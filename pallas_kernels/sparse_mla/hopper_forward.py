@@ -4,6 +4,8 @@ One program is one query and 64 heads. Two warpgroups take the query's keys in b
 other the odd ones: each gathers its block, forms its scores and weights, and hands the weights over in the place of the
 block's rotated keys, which are spent by then. Both warpgroups then meet the block's values, each with one half of the
 columns, so that the 64 x 512 fp32 accumulator fits in registers. While one block is worked on the other's rows arrive.
+Rows from the L2 cache arrive early enough for both blocks' scores to be formed side by side; waiting for rows from
+further away before the first block is done with would only delay the next ones.
 """
 
 import functools
@@ -19,6 +21,7 @@ from pallas_kernels.sparse_mla import hopper_copies as copies
 
 HEADS, KEYS = 64, 64  # of a program; of a block
 HALF, ROPE = 256, 64  # columns of half the values; of the rotated key
+CACHE = 40 << 20  # bytes of rows that the L2 cache keeps
 LOG2E = math.log2(math.e)
 ROW, COLUMN, WGMMA = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA
 
@@ -43,24 +46,21 @@ def _finite(top):
     return jnp.where(top == -jnp.inf, 0.0, top)
 
 
-def _weights(q, k, ids, top, scale):
-    """One block's unnormalised weights [heads, keys] and the new running maximum, in units of log 2."""
+def _scores(q, k, ids, scale):
+    """One block's scores [heads, keys], in units of log 2."""
 
-    def scores(acc):
+    def products(acc):
         for a, b in zip(q, k, strict=True):
             plgpu.wgmma(acc, a, b.transpose((1, 0)))
         return acc[...]
 
-    logits = pl.run_scoped(scores, plgpu.ACC((HEADS, KEYS), jnp.float32)) * (scale * LOG2E)
-    ids = copies.load(ids, COLUMN)
-    mask = jnp.where(ids >= 0, 0.0, -jnp.inf)
-    logits = logits + jax.lax.broadcast_in_dim(mask, logits.shape, [1])
-    new_top = jnp.maximum(top, logits.max(axis=1))
-    return jnp.exp2(logits - _over_keys(_finite(new_top))), new_top
+    logits = pl.run_scoped(products, plgpu.ACC((HEADS, KEYS), jnp.float32)) * (scale * LOG2E)
+    mask = jnp.where(copies.load(ids, COLUMN) >= 0, 0.0, -jnp.inf)
+    return logits + jax.lax.broadcast_in_dim(mask, logits.shape, [1])
 
 
-def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale):
-    q, k, ids, tops, totals, loaded, weighed, spent, summed = scratch
+def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale, early):
+    q, k, ids, per_head, loaded, weighed, spent, summed = scratch
     group, program = jax.lax.axis_index("wg"), jax.lax.axis_index("program")
     head_blocks = q_ref.shape[1] // HEADS
     query, heads = program // head_blocks, pl.ds((program % head_blocks) * HEADS, HEADS)
@@ -69,8 +69,9 @@ def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale):
     def block_ids(pair, side):
         return ids.at[pair, pl.ds(side * KEYS, KEYS)]
 
-    def block(side):
-        return [part.at[side] for part in k]
+    def gather(pair, side):
+        parts = [(part.at[side], first) for part, first in zip(k, (0, HALF, 2 * HALF), strict=True)]
+        copies.gather_rows(rows_ref, block_ids(pair, side), parts)
 
     def start():
         top = plgpu.layout_cast(jnp.full((HEADS,), -jnp.inf, jnp.float32), ROW)
@@ -78,13 +79,17 @@ def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale):
         acc = plgpu.layout_cast(jnp.zeros((HEADS, HALF), jnp.float32), WGMMA)
         return acc, top, total
 
-    def own_block(pair, side, acc, top, total):
-        """Weighs this warpgroup's block, hands the weights over and adds its half of the values."""
+    def scores(pair, side):
         copies.wait_rows()
-        weights, new_top = _weights(q, block(side), block_ids(pair, side), top, scale)
+        return _scores(q, [part.at[side] for part in k], block_ids(pair, side), scale)
+
+    def own_block(logits, side, acc, top, total):
+        """Weighs this warpgroup's block, hands the weights over and adds its half of the values."""
+        new_top = jnp.maximum(top, logits.max(axis=1))
+        weights = jnp.exp2(logits - _over_keys(_finite(new_top)))
         low = weights.astype(jnp.bfloat16)
         k[2][side] = low
-        tops[side] = new_top
+        per_head[side] = new_top
         plgpu.commit_smem()
         plgpu.barrier_arrive(weighed.at[side])
         decay = jnp.exp2(top - _finite(new_top))
@@ -95,7 +100,7 @@ def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale):
     def other_block(side, acc, top, total):
         """Adds this warpgroup's half of the values of the block that the other one weighed."""
         plgpu.barrier_wait(weighed.at[side])
-        new_top = copies.load(tops.at[side], ROW)
+        new_top = copies.load(per_head.at[side], ROW)
         decay = jnp.exp2(top - _finite(new_top))
         acc = _plus_product(_scaled(acc, decay), k[2].at[side], k[1 - side].at[side])
         plgpu.barrier_arrive(spent.at[side])
@@ -103,16 +108,13 @@ def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale):
 
     def refill(pair, side):
         plgpu.barrier_wait(spent.at[side])
-
-        @pl.when(pair + 1 < pairs)
-        def _():
-            copies.gather_rows(rows_ref, block_ids(pair + 1, side), block(side))
+        pl.when(pair + 1 < pairs)(lambda: gather(pair + 1, side))
 
     def finish(side, acc, top, total):
-        totals[side] = total
+        per_head[2 + side] = total
         plgpu.barrier_arrive(summed)
         plgpu.barrier_wait(summed)
-        total += copies.load(totals.at[1 - side], ROW)
+        total += copies.load(per_head.at[3 - side], ROW)
         some = total > 0
         divisor = jnp.where(some, total, 1.0)
         out_ref[query, heads, pl.ds(side * HALF, HALF)] = acc / jax.lax.broadcast_in_dim(divisor, acc.shape, [0])
@@ -130,16 +132,18 @@ def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale):
 
         @pl.when(group == side)
         def _(side=side):
-            copies.gather_rows(rows_ref, block_ids(0, side), block(side))
+            gather(0, side)
             for i in range(3):
                 plgpu.barrier_wait(loaded.at[i + 1])
 
             def pair_step(pair, carry):
                 if side == 0:
-                    carry = own_block(pair, 0, *carry)
+                    carry = own_block(scores(pair, 0), 0, *carry)
                     refill(pair, 0)
                     return other_block(1, *carry)
-                carry = own_block(pair, 1, *other_block(0, *carry))
+                logits = scores(pair, 1) if early else None
+                carry = other_block(0, *carry)
+                carry = own_block(logits if early else scores(pair, 1), 1, *carry)
                 refill(pair, 1)
                 return carry
 
@@ -166,15 +170,14 @@ def forward(
         [tile(HEADS, HALF), tile(HEADS, HALF), tile(HEADS, ROPE)],
         [tile(2, KEYS, HALF), tile(2, KEYS, HALF), tile(2, KEYS, ROPE)],
         plgpu.SMEM(ids.shape[1:], jnp.int32),
-        plgpu.SMEM((2, HEADS), jnp.float32),
-        plgpu.SMEM((2, HEADS), jnp.float32),
+        plgpu.SMEM((4, HEADS), jnp.float32),  # running maxima and sums of the two warpgroups
         plgpu.Barrier(num_barriers=4),  # ids and q have arrived
         plgpu.Barrier(num_barriers=2),  # a block's weights are written
         plgpu.Barrier(num_barriers=2),  # a block is done with
         plgpu.Barrier(num_arrivals=2),
     ]
     out, lse = plgpu.kernel(
-        functools.partial(_kernel, scale=scale),
+        functools.partial(_kernel, scale=scale, early=rows.size * 2 <= CACHE),
         out_type=[
             jax.ShapeDtypeStruct((t, q.shape[1], 2 * HALF), jnp.float32),
             jax.ShapeDtypeStruct((t, q.shape[1]), jnp.float32),

@@ -1,0 +1,205 @@
+"""Grouped matrix product and its low-rank update with gradients, on the backend that the machine has.
+
+Shapes: M rows in E consecutive groups, D to F features, r rank.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.grouped_matmul import hopper, hopper_low_rank, hopper_transposed, reference, tpu
+
+IMPLEMENTATIONS = ("auto", "hopper", "tpu", "interpret", "reference")
+MULTIPLE = 128  # features of a tile of the Hopper kernels
+MAX_RANK = 64
+
+
+def _hopper() -> bool:
+    """Whether the program is compiled for a Hopper GPU; the abstract mesh speaks for absent devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+
+
+def _hopper_problem(x, w, rank) -> str | None:
+    """Why the Hopper kernels cannot take these arguments, on any device."""
+    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+        return f"x is {x.dtype} and w is {w.dtype}; accepted: bfloat16"
+    if w.shape[1] % MULTIPLE or w.shape[2] % MULTIPLE:
+        return f"w has shape {w.shape}; accepted: features in multiples of {MULTIPLE}"
+    if x.shape[0] == 0:
+        return "x has no rows; accepted: at least one"
+    if rank > MAX_RANK:
+        return f"rank={rank}; accepted: at most {MAX_RANK}"
+    return None
+
+
+def _problem(x, w, rank, implementation) -> str | None:
+    """Why the named implementation cannot serve here, or None."""
+    if implementation == "tpu":
+        return tpu.problem(x, w)
+    if implementation == "interpret" and jax.__version_info__ < (0, 11):
+        return f"JAX is {jax.__version__}; accepted: 0.11 or newer, which interprets GPU kernels"
+    if implementation == "hopper" and not _hopper():
+        return f"the device is {jax.devices()[0].device_kind!r}; accepted: an NVIDIA Hopper GPU"
+    return _hopper_problem(x, w, rank)
+
+
+def backend(x: Float[Array, "M D"], w: Float[Array, "E D F"], rank: int = 0, implementation: str = "auto") -> str:
+    """The backend that serves these arrays: "hopper", "tpu", "interpret" or "reference".
+
+    Raises:
+      ValueError: the named one is unknown or cannot serve; "auto" always finds one.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "auto":
+        for name in ("hopper", "tpu"):
+            if not _problem(x, w, rank, name):
+                return name
+        return "reference"
+    problem = None if implementation == "reference" else _problem(x, w, rank, implementation)
+    if problem:
+        raise ValueError(f"implementation={implementation!r}: {problem}")
+    return implementation
+
+
+def _check(x, w, group_sizes) -> None:
+    """Shapes and types, on the host."""
+    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x is {x.dtype} {x.shape}; accepted: floating [rows, features]")
+    if w.ndim != 3 or w.shape[1] != x.shape[1] or w.dtype != x.dtype:
+        raise ValueError(f"w is {w.dtype} {w.shape}; accepted: {x.dtype} [groups, {x.shape[1]}, features]")
+    if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes are {group_sizes.dtype} {group_sizes.shape}; accepted: integers {w.shape[:1]}")
+
+
+def _check_update(x, w, a, b, gate) -> None:
+    rank = a.shape[-1]
+    for name, value, shape in (("a", a, (*w.shape[:2], rank)), ("b", b, (w.shape[0], rank, w.shape[2]))):
+        if value.shape != shape or value.dtype != jnp.float32:
+            raise ValueError(f"{name} is {value.dtype} {value.shape}; accepted: float32 {shape}")
+    if gate is not None and (gate.shape != x.shape[:1] or gate.dtype != jnp.bool_):
+        raise ValueError(f"gate is {gate.dtype} {gate.shape}; accepted: bool {x.shape[:1]}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x, w, group_sizes, name, weights_gradient):
+    if name == "tpu":
+        return tpu.grouped_matmul(x, w, group_sizes)
+    return sequential_vmap(functools.partial(hopper.grouped_matmul, interpret=name == "interpret"))(x, w, group_sizes)
+
+
+def _product_fwd(x, w, group_sizes, name, weights_gradient):
+    y = checkpoint_name(_product(x, w, group_sizes, name, weights_gradient), "grouped_matmul")
+    return y, (x if weights_gradient else None, w, group_sizes)
+
+
+def _product_bwd(name, weights_gradient, saved, dy):
+    x, w, group_sizes = saved
+    if name == "tpu":
+        dx = tpu.grouped_matmul(dy, w, group_sizes, transposed=True)
+        return dx, tpu.transposed_grouped_matmul(x, dy, group_sizes) if weights_gradient else None, None
+    options = dict(interpret=name == "interpret")
+    dx = sequential_vmap(functools.partial(hopper.grouped_matmul, transposed=True, **options))(dy, w, group_sizes)
+    if not weights_gradient:
+        return dx, None, None
+    outer = functools.partial(hopper_transposed.transposed_grouped_matmul, out_dtype=w.dtype, **options)
+    return dx, sequential_vmap(outer)(x, dy, group_sizes), None
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _adapted(x, w, a, b, group_sizes, gate, name, scale):
+    return _adapted_fwd(x, w, a, b, group_sizes, gate, name, scale)[0]
+
+
+def _adapted_fwd(x, w, a, b, group_sizes, gate, name, scale):
+    run = functools.partial(hopper_low_rank.forward, scale=scale, interpret=name == "interpret")
+    y, low = sequential_vmap(run)(x, w, a, b, group_sizes, gate)
+    # Named here, inside the rule, so that a remat policy that saves them does not run the kernels twice.
+    y, low = checkpoint_name(y, "grouped_matmul"), checkpoint_name(low, "grouped_matmul_low")
+    return y, (x, w, a, b, group_sizes, gate, low)
+
+
+def _adapted_bwd(name, scale, saved, dy):
+    run = functools.partial(hopper_low_rank.backward, scale=scale, interpret=name == "interpret")
+    dx, da, db = sequential_vmap(run)(*saved, dy)
+    return dx, None, da, db, None, None
+
+
+_adapted.defvjp(_adapted_fwd, _adapted_bwd)
+
+
+def grouped_matmul(
+    x: Float[Array, "M D"],
+    w: Float[Array, "E D F"],
+    group_sizes: Int[Array, "E"],
+    *,
+    implementation: str = "auto",
+    weights_gradient: bool = True,
+) -> Float[Array, "M F"]:
+    """Rows of group e (consecutive, group_sizes[e] of them) times w[e]; later rows give 0 and no gradient.
+
+    Sums are fp32, the result has x's type. Works at any imbalance: all rows in one group, empty groups. Works under
+    jit, scan, remat, shard_map (check_vma=False) and, one after another, vmap.
+
+    Args:
+      x, w: of one type. group_sizes: integers; rows past x are dropped.
+      implementation: "auto" (the device's kernels where they fit, else "reference"), "hopper", "tpu", "interpret"
+        (Hopper's kernels on the host, for tests) or "reference".
+      weights_gradient: False treats w as constant: the backward pass neither keeps x nor makes w's gradient.
+
+    Raises:
+      ValueError: shapes or types do not fit, or the named implementation cannot serve them.
+    """
+    _check(x, w, group_sizes)
+    name = backend(x, w, 0, implementation)
+    if not weights_gradient:
+        w = jax.lax.stop_gradient(w)
+    if name == "reference":
+        return reference.grouped_matmul(x, w, group_sizes)
+    return _product(x, w, group_sizes, name, weights_gradient)
+
+
+def adapted_grouped_matmul(
+    x: Float[Array, "M D"],
+    w: Float[Array, "E D F"],
+    a: Float[Array, "E D r"],
+    b: Float[Array, "E r F"],
+    group_sizes: Int[Array, "E"],
+    *,
+    scale: float,
+    gate: Bool[Array, "M"] | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "M F"]:
+    """`grouped_matmul` with a low-rank update a group: x w[e] + scale (x a[e]) b[e].
+
+    Differentiable in x, a and b; w is constant. The update's factors are fp32: on Hopper their products are sums of
+    bf16 parts, off by at most 2^-16 of each term, and the sum is rounded once.
+
+    Args:
+      a, b: fp32.
+      scale: a Python number.
+      gate: rows for which the update acts; None for all.
+      implementation: as in `grouped_matmul`.
+
+    Raises:
+      ValueError: as in `grouped_matmul`; or factors or a gate that do not fit.
+    """
+    _check(x, w, group_sizes)
+    _check_update(x, w, a, b, gate)
+    name = backend(x, w, a.shape[-1], implementation)
+    w = jax.lax.stop_gradient(w)
+    if name == "reference":
+        return reference.adapted_grouped_matmul(x, w, a, b, group_sizes, gate, scale)
+    if name == "tpu":
+        product = functools.partial(grouped_matmul, implementation="tpu")
+        return reference.adapted_grouped_matmul(x, w, a, b, group_sizes, gate, scale, product=product)
+    return _adapted(x, w, a, b, group_sizes, gate, name, float(scale))

@@ -15,8 +15,7 @@ from pallas_kernels.sparse_mla import hopper_backward, hopper_forward, hopper_tr
 
 IMPLEMENTATIONS = ("auto", "hopper", "interpret", "reference")
 PAGE = 64  # rows of a page
-MOSAIC = (576, 512)  # width and value_dim of the Mosaic GPU kernels; Triton's serve smaller latents
-WIDEST_TRITON = 288  # whose backward pass fits in shared memory
+MOST_SELECTED = 2304  # ids that fit in shared memory beside the Hopper kernels' tiles
 
 merge_partial = reference.merge_partial
 
@@ -28,7 +27,7 @@ def _hopper() -> bool:
     return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 
-def _hopper_problem(q, rows, value_dim) -> str | None:
+def _hopper_problem(q, rows, value_dim, selected) -> str | None:
     """Why the Hopper kernels cannot serve, or None."""
     if not _hopper():
         return f"the device is {jax.devices()[0].device_kind!r}; accepted: an NVIDIA Hopper GPU"
@@ -36,14 +35,14 @@ def _hopper_problem(q, rows, value_dim) -> str | None:
         return f"JAX is {jax.__version__}; accepted: 0.11 or newer"  # older ones lose references inside custom_vmap
     if q.dtype != jnp.bfloat16 or rows.dtype != jnp.bfloat16:
         return f"q is {q.dtype} and rows are {rows.dtype}; accepted: bfloat16"
-    if (q.shape[-1], value_dim) == MOSAIC:
-        return None
-    if q.shape[-1] > WIDEST_TRITON:
-        return f"width={q.shape[-1]} with value_dim={value_dim}; accepted: {MOSAIC}, or a width up to {WIDEST_TRITON}"
-    return _block_problem(q, value_dim)
+    if (q.shape[-1], value_dim) != (576, 512):
+        return f"width={q.shape[-1]} with value_dim={value_dim}; accepted: 576 with 512"
+    if selected > MOST_SELECTED:
+        return f"ids select {selected} rows a query; accepted: up to {MOST_SELECTED}"
+    return None
 
 
-def _block_problem(q, value_dim) -> str | None:
+def _interpret_problem(q, value_dim) -> str | None:
     if hopper_triton.parts(q.shape[-1], value_dim) is None:
         return (
             f"width={q.shape[-1]} with value_dim={value_dim}; accepted: value_dim / 2 and width - value_dim powers of"
@@ -52,7 +51,9 @@ def _block_problem(q, value_dim) -> str | None:
     return None
 
 
-def choose(q: Float[Array, "T N W"], rows: Float[Array, "S W"], value_dim: int, implementation: str = "auto") -> str:
+def choose(
+    q: Float[Array, "T N W"], rows: Float[Array, "S W"], ids: Int[Array, "T K"], value_dim: int, implementation: str
+) -> str:
     """The backend that serves these arrays: "hopper", "interpret" or "reference".
 
     Raises:
@@ -61,10 +62,10 @@ def choose(q: Float[Array, "T N W"], rows: Float[Array, "S W"], value_dim: int, 
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}")
     if implementation == "auto":
-        return "reference" if _hopper_problem(q, rows, value_dim) else "hopper"
+        return "reference" if _hopper_problem(q, rows, value_dim, ids.shape[1]) else "hopper"
     problem = {
-        "hopper": lambda: _hopper_problem(q, rows, value_dim),
-        "interpret": lambda: _block_problem(q, value_dim),
+        "hopper": lambda: _hopper_problem(q, rows, value_dim, ids.shape[1]),
+        "interpret": lambda: _interpret_problem(q, value_dim),
         "reference": lambda: None,
     }[implementation]()
     if problem:
@@ -102,6 +103,18 @@ def _physical(ids, page_table):
     return jnp.where(inside, page_table[ids // PAGE] * PAGE + ids % PAGE, -1)
 
 
+def _raise_outside(first, last, count):
+    if first < -1 or last >= count:
+        raise ValueError(f"ids go from {first} to {last}; accepted: -1 to {count - 1}")
+
+
+def _checked(ids, count):
+    """With JAX's own checks switched on, ids are checked on the device."""
+    if jax.config.jax_enable_checks:
+        jax.debug.callback(functools.partial(_raise_outside, count=count), ids.min(), ids.max())
+    return ids
+
+
 def _flat(x, in_batched, axis_size):
     """Two leading axes as one, an argument without the batch's axis repeated."""
     x = x if in_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
@@ -122,11 +135,11 @@ def _forward(backend, scale, value_dim):
 
     @jax.custom_batching.custom_vmap
     def call(q, rows, ids):
-        if backend == "reference":
-            return reference.sparse_mla(q, rows, ids, scale=scale, value_dim=value_dim)
-        if backend == "hopper" and (q.shape[-1], value_dim) == MOSAIC:
+        if backend == "hopper":
             return hopper_forward.forward(q, rows, ids, scale=scale)
-        return hopper_triton.forward(q, rows, ids, scale=scale, value_dim=value_dim, interpret=backend == "interpret")
+        if backend == "interpret":
+            return hopper_triton.forward(q, rows, ids, scale=scale, value_dim=value_dim, interpret=True)
+        return reference.sparse_mla(q, rows, ids, scale=scale, value_dim=value_dim)
 
     @call.def_vmap
     def batched(axis_size, in_batched, q, rows, ids):
@@ -143,11 +156,11 @@ def _backward(backend, scale, deterministic):
     @jax.custom_batching.custom_vmap
     def call(q, rows, ids, lse, dout, shift, accumulator):
         args = (q, rows, ids, lse, dout, shift, accumulator)
-        if backend == "reference":
-            return reference.sparse_mla_backward(*args, scale=scale, deterministic=deterministic)
-        if backend == "hopper" and (q.shape[-1], dout.shape[-1]) == MOSAIC:
+        if backend == "hopper":
             return hopper_backward.backward(*args, scale=scale, deterministic=deterministic)
-        return hopper_triton.backward(*args, scale=scale, deterministic=deterministic, interpret=backend == "interpret")
+        if backend == "interpret":
+            return hopper_triton.backward(*args, scale=scale)
+        return reference.sparse_mla_backward(*args, scale=scale, deterministic=deterministic)
 
     @call.def_vmap
     def batched(axis_size, in_batched, q, rows, ids, lse, dout, shift, accumulator):
@@ -226,14 +239,15 @@ def sparse_mla(
       gradient.
 
     Raises:
-      ValueError: shapes or types do not fit, or the named implementation cannot serve them.
+      ValueError: shapes or types do not fit, or the named implementation cannot serve them. Ids beyond the rows are the
+        caller's to avoid; under `jax_enable_checks` they are found on the device.
     """
     _check(q, rows, ids, value_dim, page_table)
-    ids = _physical(ids, page_table)
     rows = rows.reshape(-1, rows.shape[-1])
+    ids = _checked(_physical(ids, page_table), rows.shape[0])
     if not rows_gradient:
         rows = jax.lax.stop_gradient(rows)
-    backend = choose(q, rows, value_dim, implementation)
+    backend = choose(q, rows, ids, value_dim, implementation)
     return _attention(q, rows, ids, backend, scale, value_dim, rows_gradient, deterministic)
 
 
@@ -273,9 +287,10 @@ def sparse_mla_backward(
         raise ValueError(f"accumulator is {accumulator.dtype} {accumulator.shape}; accepted: float32 {rows.shape}")
     width, shape = rows.shape[-1], rows.shape
     rows = rows.reshape(-1, width)
-    backend = choose(q, rows, value_dim, implementation)
+    backend = choose(q, rows, ids, value_dim, implementation)
     shift = reference.softmax_shift(out, lse, dout, dlse)
     total = None if accumulator is None else accumulator.reshape(-1, width)
     call = _backward(backend, scale, deterministic)
-    dq, total = call(q, rows, _physical(ids, page_table), lse, dout, shift, total)
+    ids = _checked(_physical(ids, page_table), rows.shape[0])
+    dq, total = call(q, rows, ids, lse, dout, shift, total)
     return dq.astype(q.dtype), None if total is None else total.reshape(shape)

@@ -1,7 +1,11 @@
 """Gradients of sparse latent attention on Hopper: Mosaic GPU, rows gathered by cp.async, gradients added atomically.
 
 One program is one query and 64 heads; it walks the query's keys in blocks of 64. All scores are formed keys by heads,
-so XX"""
+so that log-sum-exps belong to columns and weights are what the rows' gradient multiplies from the left. Of the two
+warpgroups the first forms the weights, the second the gradient of the scores. Then each adds to its half of dq, the
+next block's rows are sent for, and each forms the gradient of its half of the rows' columns, 64 at a time, which leaves
+by atomic adds.
+"""
 
 import functools
 import math
@@ -72,11 +76,11 @@ def _kernel(*refs, scale, rows_gradient):
         plgpu.copy_gmem_to_smem(ids_ref.at[query, block], ids.at[slot], ids_loaded.at[slot])
 
     def gather(block, side):
-        """Each warpgroup sends for its half of the values, the first one for the rotated keys too."""
-        slot = block % ID_SLOTS
+        """Each warpgroup sends for half of the block's rows."""
+        slot, half = block % ID_SLOTS, pl.ds(side * KEYS // 2, KEYS // 2)
         plgpu.barrier_wait(ids_loaded.at[slot])
-        parts = [(k[side], side * HALF)] + [(k[2], 2 * HALF)] * (side == 0)
-        copies.gather_rows(rows_ref, ids.at[slot], parts)
+        parts = [(part.at[half], first) for part, first in zip(k, (0, HALF, 2 * HALF), strict=True)]
+        copies.gather_rows(rows_ref, ids.at[slot, half], parts)
 
     def weigh(block):
         logits = _product([(a, _transposed(b)) for a, b in zip(k, q, strict=True)])
@@ -96,12 +100,10 @@ def _kernel(*refs, scale, rows_gradient):
 
     def rows_pieces(block, side):
         """What this warpgroup's half of the columns, and the second one's rotated key, get from this query."""
-        slot = 0
 
         def write(x, column):
-            nonlocal slot
             if rows_gradient == "atomic":
-                slot = copies.add_to_rows(total_ref, ids.at[block % ID_SLOTS], x, column, k[side], slot)
+                copies.add_to_rows(total_ref, ids.at[block % ID_SLOTS], x, column)
             else:
                 copies.store_rows(drows_ref.at[program, block], x, column)
 
@@ -111,13 +113,11 @@ def _kernel(*refs, scale, rows_gradient):
             write(x, side * HALF + first)
         if side == 1:
             write(_product([(dscores, q[2])], ROPE), 2 * HALF)
-        if rows_gradient == "atomic":
-            copies.wait_adds()
 
     def step(side, block, dq):
         copies.wait_rows()
         plgpu.barrier_arrive(gathered)
-        plgpu.barrier_wait(gathered)
+        plgpu.barrier_wait(gathered)  # both warpgroups are done with the block before
         if side == 0:
             pl.when(block + 2 < blocks)(lambda: send_ids(block + 2))
             weigh(block)
@@ -129,10 +129,10 @@ def _kernel(*refs, scale, rows_gradient):
             for acc, part in zip(dq, (k[0], k[2]) if side == 0 else (k[1],), strict=True)
         )
         plgpu.barrier_arrive(spent)
-        plgpu.barrier_wait(spent)  # the places of its half of the values now stage what is added to rows
+        plgpu.barrier_wait(spent)
+        pl.when(block + 1 < blocks)(lambda: gather(block + 1, side))
         if rows_gradient:
             rows_pieces(block, side)
-        pl.when(block + 1 < blocks)(lambda: gather(block + 1, side))
         return dq
 
     @pl.when(group == 0)

@@ -1,7 +1,7 @@
 """Rows gathered into wgmma-ready shared memory and sums added to single rows, which Pallas has no operations for.
 
 Inline PTX through Mosaic GPU. `cp.async` of 16 bytes a thread gathers rows into the 128-byte swizzle that wgmma reads,
-and writes zeros where nothing is selected. `cp.reduce.async.bulk` adds a wgmma accumulator's rows, 128 bytes each.
+and writes zeros where nothing is selected. A wgmma accumulator's rows leave by fp32 atomic adds or by stores.
 """
 
 import jax
@@ -113,64 +113,48 @@ def _first_row_and_column():
     return row, arith.muli(arith.remui(lane, c(4)), c(2))
 
 
-def add_to_rows(target: jax.Array, ids: jax.Array, x: jax.Array, column: int, stage: jax.Array, first_slot: int) -> int:
-    """target[ids, column:] += x, by one warpgroup: 128 bytes of a row at a time go through `stage` to the copy engine.
+def add_to_rows(target: jax.Array, ids: jax.Array, x: jax.Array, column: int) -> None:
+    """target[ids, column:] += x by atomic adds of 16 bytes, by one warpgroup.
+
+    Neighbouring lanes swap a pair, so that the even one has four columns of the upper row and the odd one four of the
+    lower row.
 
     Args:
       target: [S, W] fp32 in device memory. Offsets are 64-bit.
       ids: [64] int32 in shared memory; -1 adds nothing.
-      x: [64, columns] fp32 in registers, laid out as wgmma leaves it; columns a multiple of 32.
-      stage: 32 KB of shared memory with `TRANSFORMS`, this warpgroup's own until `wait_adds`.
-      first_slot: what the call before returned; 0 after `wait_adds`.
+      x: [64, columns] fp32 in registers, laid out as wgmma leaves it.
     """
-    row_bytes, pieces = 4 * target.shape[1], x.shape[1] // 32
+    row_bytes = 4 * target.shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.RefType(TRANSFORMS)))
-    def add(ctx, target, ids, x, stage):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
+    def add(ctx, target, ids, x):
         del ctx
         i32, i64, c = _constants()
-        thread, stage = arith.remui(utils.thread_idx(), c(THREADS)), _shared_address(stage)
-        row, column_in = _first_row_and_column()
-        place = arith.addi(stage, arith.addi(arith.muli(row, c(PITCH)), arith.muli(column_in, c(4))))
-        # One thread a row sends it.
-        row = memref.load(ids, [arith.index_castui(ir.IndexType.get(), arith.remui(thread, c(64)))])
-        sent = arith.select(arith.cmpi(arith.CmpIPredicate.ult, thread, c(64)), row, c(-1))
-        address = arith.addi(_device_address(target), arith.muli(arith.extsi(i64, row), utils.c(row_bytes, i64)))
-        source = arith.addi(stage, arith.muli(thread, c(PITCH)))
+        row, first_column = _first_row_and_column()
+        odd = arith.remui(utils.thread_idx(), c(2))
+        is_odd = arith.cmpi(arith.CmpIPredicate.eq, odd, c(1))
+        row = memref.load(ids, [arith.index_castui(ir.IndexType.get(), arith.addi(row, arith.muli(odd, c(8))))])
+        first = arith.muli(arith.subi(first_column, arith.muli(odd, c(2))), c(4))
+        offset = arith.addi(arith.muli(arith.extsi(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, first))
+        address = arith.addi(_device_address(target), offset)
         pairs = list(_each_pair(x))
-        for piece in range(pieces):
-            slot = (first_slot + piece) % SLOTS * 64 * PITCH
-            _ptx(f"cp.async.bulk.wait_group.read {SLOTS - 1};", "")
-            utils.warpgroup_barrier()
-            for row, column_in, pair in pairs:
-                if column_in // 32 == piece:
-                    at = slot + PITCH * row + 4 * (column_in % 32)
-                    _ptx(f"st.shared.v2.f32 [$0 + {at}], {{$1, $2}};", "r,f,f", place, *pair)
-            utils.commit_shared()
+        for (_, column_in, upper), (_, _, lower) in zip(pairs[::2], pairs[1::2], strict=True):
+            given = [arith.select(is_odd, u, v) for u, v in zip(upper, lower, strict=True)]
+            kept = [arith.select(is_odd, v, u) for u, v in zip(upper, lower, strict=True)]
+            taken = [utils.shfl_bfly(v, 1) for v in given]
+            low = [arith.select(is_odd, t, k) for t, k in zip(taken, kept, strict=True)]
+            high = [arith.select(is_odd, k, t) for t, k in zip(taken, kept, strict=True)]
             _ptx(
-                "{ .reg .pred p; setp.ge.s32 p, $0, 0; @p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
-                f"[$1 + {4 * (column + 32 * piece)}], [$2 + {slot}], 128; }}",
-                "r,l,r",
-                sent,
+                "{ .reg .pred p; setp.ge.s32 p, $0, 0; @p red.relaxed.gpu.global.add.v4.f32 "
+                f"[$1 + {4 * (column + column_in)}], {{$2, $3, $4, $5}}; }}",
+                "r,l,f,f,f,f",
+                row,
                 address,
-                source,
+                *low,
+                *high,
             )
-            _ptx("cp.async.bulk.commit_group;", "")
 
-    add(target, ids, x, stage)
-    return (first_slot + pieces) % SLOTS
-
-
-def wait_adds() -> None:
-    """Waits until this warpgroup's `add_to_rows` have read their stage."""
-
-    @plgpu.inline_mgpu()
-    def wait(ctx):
-        del ctx
-        _ptx("cp.async.bulk.wait_group.read 0;", "")
-        utils.warpgroup_barrier()
-
-    wait()
+    add(target, ids, x)
 
 
 def store_rows(target: jax.Array, x: jax.Array, column: int) -> None:

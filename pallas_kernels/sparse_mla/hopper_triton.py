@@ -1,7 +1,9 @@
-"""Sparse latent attention and its gradients as Pallas Triton kernels; also what interpret mode runs on a CPU.
+"""Sparse latent attention and its gradients as Pallas Triton kernels, for any width: what interpret mode runs.
 
-One program is one query and one block of heads. It walks the query's keys a block at a time; the latent columns come
-in power-of-two parts, since Triton's blocks are powers of two: the values in two halves, then the rotated key.
+The Mosaic GPU kernels' arithmetic without what no CPU can run. On a GPU the forward pass runs too, as a measure; the
+backward pass is for interpret mode alone. One program is one query and one block of heads, and walks the query's keys a
+block at a time. The latent columns come in power-of-two parts, since Triton's blocks are powers of two: the values in
+two halves, then the rotated key.
 """
 
 import functools
@@ -15,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sparse_mla import reference
 
-HEAD_BLOCK = 64  # rows of a wgmma; fewer heads are padded
+HEAD_BLOCK, KEY_BLOCK = 64, 64  # rows of a wgmma, and fewer heads are padded; the fastest measured
 LOG2E = math.log2(math.e)
 
 
@@ -66,9 +68,8 @@ def _forward_kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *, scale, column
 
 
 def _backward_kernel(
-    q_ref, rows_ref, ids_ref, lse_ref, dout_ref, shift_ref, *refs, scale, columns, key_block, rows_gradient, atomic
+    q_ref, rows_ref, ids_ref, lse_ref, dout_ref, shift_ref, dq_ref, *drows_ref, scale, columns, key_block
 ):
-    dq_ref, drows_ref = (refs[-2], refs[-1]) if rows_gradient else (refs[0], None)
     q = [q_ref[:, pl.ds(*part)] for part in columns]
     dout = [dout_ref[:, pl.ds(*part)] for part in columns[:2]]
     lse, shift = lse_ref[:], shift_ref[:]
@@ -83,15 +84,12 @@ def _backward_kernel(
         dweights = sum(plt.dot(a, b, trans_b=True) for a, b in zip(dout, kv[:2], strict=True))
         dlogits = jnp.where(seen, weights * (dweights - shift[:, None]) * scale, 0.0).astype(kv[0].dtype)
         low = weights.astype(kv[0].dtype)
-        for part, (first, size) in enumerate(columns if rows_gradient else ()):
-            drows = plt.dot(dlogits, q[part], trans_a=True)
-            if part < 2:
-                drows += plt.dot(low, dout[part], trans_a=True)
-            if atomic:
-                at = (jnp.where(ids >= 0, ids, 0)[:, None], (first + jnp.arange(size))[None, :])
-                plt.atomic_add(drows_ref, at, drows, mask=jnp.broadcast_to((ids >= 0)[:, None], drows.shape))
-            else:
-                drows_ref[pl.ds(i * key_block, key_block), pl.ds(first, size)] = drows
+        for ref in drows_ref:
+            for part, (first, size) in enumerate(columns):
+                drows = plt.dot(dlogits, q[part], trans_a=True)
+                if part < 2:
+                    drows += plt.dot(low, dout[part], trans_a=True)
+                ref[pl.ds(i * key_block, key_block), pl.ds(first, size)] = drows
         return tuple(a + plt.dot(dlogits, k) for a, k in zip(dq, kv, strict=True))
 
     start = tuple(jnp.zeros((q[0].shape[0], size), jnp.float32) for _, size in columns)
@@ -126,15 +124,12 @@ def forward(
     *,
     scale: float,
     value_dim: int,
-    interpret: bool = False,
-    key_block: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 2,
+    interpret: bool,
 ) -> tuple[Float[Array, "T N R"], Float[Array, "T N"]]:
     """As `reference.sparse_mla`; products in the rows' dtype, sums in fp32."""
     t, n, width = q.shape
-    q, ids = _padded(q, 1, HEAD_BLOCK), _padded(ids, 1, key_block, -1)
-    kernel = functools.partial(_forward_kernel, scale=scale, columns=parts(width, value_dim), key_block=key_block)
+    q, ids = _padded(q, 1, HEAD_BLOCK), _padded(ids, 1, KEY_BLOCK, -1)
+    kernel = functools.partial(_forward_kernel, scale=scale, columns=parts(width, value_dim), key_block=KEY_BLOCK)
     out, lse = pl.pallas_call(
         kernel,
         grid=(t, q.shape[1] // HEAD_BLOCK),
@@ -144,7 +139,7 @@ def forward(
             jax.ShapeDtypeStruct((t, q.shape[1], value_dim), jnp.float32),
             jax.ShapeDtypeStruct((t, q.shape[1]), jnp.float32),
         ],
-        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=2),  # the fastest of those measured
         interpret=interpret,
         name="sparse_mla_forward",
     )(q, rows, ids)
@@ -161,67 +156,37 @@ def backward(
     accumulator: Float[Array, "S W"] | None,
     *,
     scale: float,
-    deterministic: bool,
-    interpret: bool = False,
-    key_block: int = 32,
-    num_warps: int = 8,
-    num_stages: int = 1,
 ) -> tuple[Float[Array, "T N W"], Float[Array, "S W"] | None]:
-    """As `reference.sparse_mla_backward`.
+    """As `reference.sparse_mla_backward`, in interpret mode, always deterministic.
 
-    Atomic adds go straight into the accumulator, whose buffer the result takes over. Deterministic, and in interpret
-    mode, which has no masked atomics, the kernel writes what each selected row gets, a block of queries at a time, and
-    `reference.add_rows` adds it up in order.
+    The kernel writes what each selected row gets, a block of queries at a time, and `reference.add_rows` adds it up.
     """
     t, n, width = q.shape
     value_dim = dout.shape[-1]
-    in_order = accumulator is not None and (deterministic or interpret)
     q, lse, dout, shift = (_padded(x, 1, HEAD_BLOCK) for x in (q, lse, dout.astype(q.dtype), shift))
-    ids = _padded(ids, 1, key_block, -1)
+    ids = _padded(ids, 1, KEY_BLOCK, -1)
     heads, k = q.shape[1], ids.shape[1]
-
-    def call(q, ids, lse, dout, shift, accumulator):
-        t = q.shape[0]
-        operands = [q, rows, ids, lse, dout, shift]
-        specs = [_per_head_block(width), _whole(rows), _per_query(k), _per_head_block()]
-        specs += [_per_head_block(value_dim), _per_head_block()]
-        shapes, out_specs, aliases = [jax.ShapeDtypeStruct(q.shape, jnp.float32)], [_per_head_block(width)], {}
-        if in_order:
-            shapes.append(jax.ShapeDtypeStruct((t, heads // HEAD_BLOCK, k, width), jnp.float32))
-            out_specs.append(pl.BlockSpec((None, None, k, width), lambda t, h: (t, h, 0, 0)))
-        elif accumulator is not None:
-            operands.append(accumulator)
-            specs.append(_whole(accumulator))
-            shapes.append(jax.ShapeDtypeStruct(accumulator.shape, jnp.float32))
-            out_specs.append(_whole(accumulator))
-            aliases = {len(operands) - 1: 1}
-        kernel = functools.partial(
-            _backward_kernel,
-            scale=scale,
-            columns=parts(width, value_dim),
-            key_block=key_block,
-            rows_gradient=accumulator is not None,
-            atomic=not in_order,
-        )
-        return pl.pallas_call(
-            kernel,
-            grid=(t, heads // HEAD_BLOCK),
-            in_specs=specs,
-            out_specs=out_specs,
-            out_shape=shapes,
-            input_output_aliases=aliases,
-            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpret,
-            name="sparse_mla_backward",
-        )(*operands)
-
-    if not in_order:
-        dq, *rest = call(q, ids, lse, dout, shift, accumulator)
-        return dq[:, :n], rest[0] if rest else None
+    kernel = functools.partial(_backward_kernel, scale=scale, columns=parts(width, value_dim), key_block=KEY_BLOCK)
 
     def block(accumulator, args):
-        dq, drows = call(*args, accumulator)
-        return reference.add_rows(accumulator, args[1], drows.sum(1), deterministic=True), dq
+        t, head_blocks = args[0].shape[0], heads // HEAD_BLOCK
+        shapes, out_specs = [jax.ShapeDtypeStruct((t, heads, width), jnp.float32)], [_per_head_block(width)]
+        if accumulator is not None:
+            shapes.append(jax.ShapeDtypeStruct((t, head_blocks, k, width), jnp.float32))
+            out_specs.append(pl.BlockSpec((None, None, k, width), lambda t, h: (t, h, 0, 0)))
+        in_specs = [_per_head_block(width), _whole(rows), _per_query(k), _per_head_block()]
+        dq, *drows = pl.pallas_call(
+            kernel,
+            grid=(t, head_blocks),
+            in_specs=[*in_specs, _per_head_block(value_dim), _per_head_block()],
+            out_specs=out_specs,
+            out_shape=shapes,
+            interpret=True,
+            name="sparse_mla_backward",
+        )(args[0], rows, *args[1:])
+        if accumulator is not None:
+            accumulator = reference.add_rows(accumulator, args[1], drows[0].sum(1), deterministic=True)
+        return accumulator, dq
 
     blocks = [reference.query_blocks(q), reference.query_blocks(ids, -1)]
     blocks += [reference.query_blocks(x) for x in (lse, dout, shift)]

@@ -4,45 +4,39 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.bf16_parts import parts
 from pallas_kernels.grouped_matmul.hopper import STEP, grouped_matmul
 from pallas_kernels.grouped_matmul.hopper_transposed import transposed_grouped_matmul
 
 RANK_ALIGN = 8  # rows of a swizzled tile, so that a factor's parts can be stored alone
 
 
-def _parts(value):
-    """Two bf16 numbers whose sum is the fp32 value up to 2^-17 of it."""
-    # As reduce_precision: XLA may leave out a conversion to bf16 and back.
-    high = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
-    return high.astype(jnp.bfloat16), (value - high).astype(jnp.bfloat16)
-
-
-def _pack(parts, axis):
-    """Parts side by side, each padded to whole rows of a tile, together to whole steps of the product."""
-    axis %= parts[0].ndim
+def _pack(pieces, axis):
+    """Pieces side by side, each padded to whole rows of a tile, together to whole steps of the product."""
+    axis %= pieces[0].ndim
 
     def padded(value, multiple):
         pad = [(0, 0)] * value.ndim
         pad[axis] = (0, -value.shape[axis] % multiple)
         return jnp.pad(value, pad)
 
-    return padded(jnp.concatenate([padded(part, RANK_ALIGN) for part in parts], axis), STEP)
+    return padded(jnp.concatenate([padded(piece, RANK_ALIGN) for piece in pieces], axis), STEP)
 
 
 def _pair(value, axis):
     """[high, low]: a factor of a product with bf16."""
-    return _pack(_parts(value), axis)
+    return _pack(parts(value), axis)
 
 
 def _left(value, axis=-1):
     """[high, low, high], which times `_right` is the product of two fp32 factors up to 2^-16."""
-    high, low = _parts(value)
+    high, low = parts(value)
     return _pack([high, low, high], axis)
 
 
 def _right(value, axis):
     """[high, high, low]."""
-    high, low = _parts(value)
+    high, low = parts(value)
     return _pack([high, high, low], axis)
 
 

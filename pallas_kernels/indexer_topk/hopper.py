@@ -15,6 +15,12 @@ ROWS = 1024  # queries of one block at most: 8 rows a multiprocessor hide the la
 PROGRAMS = 132 * 6  # score programs that keep the card busy to the end
 
 
+def pages_per_program(pages: int, blocks: int) -> int:
+    """Pages that one score program takes: 128, or as few as give every multiprocessor several programs."""
+    unit = hopper_scores.CONSUMERS * hopper_scores.TILE
+    return min(pl.cdiv(pages * blocks, PROGRAMS * unit) * unit, 128)
+
+
 def index_topk(
     q: Float[Array, "T I H"],
     w: Float[Array, "T I"],
@@ -40,7 +46,7 @@ def index_topk(
     most = max(block, min(ROWS, WORKSPACE // (4 * PAGE * count)) // block * block)
     batches = pl.cdiv(queries, most)
     rows = pl.cdiv(pl.cdiv(queries, batches), block) * block
-    chunk = min(pl.cdiv(count * (rows // block), PROGRAMS * 16) * 16, 128)
+    chunk = pages_per_program(count, rows // block)
 
     def one(args):
         q, w, limit = args

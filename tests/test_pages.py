@@ -73,6 +73,30 @@ def test_chunks_land_in_their_rows_and_nowhere_else(chunk, devices):
             np.testing.assert_array_equal(prompt_order(np.asarray(found), devices), want)
 
 
+def test_rows_are_read_where_they_were_written_and_nothing_elsewhere():
+    pool = np.random.default_rng(0).standard_normal((2, 3, PAGE, 5)).astype(np.float32)
+    rows = np.asarray([130, 0, 3 * PAGE, 64])  # the third is out of bounds
+    found = np.asarray(pages.read(jnp.asarray(pool), jnp.asarray(rows)))
+    np.testing.assert_array_equal(found[:, [0, 1, 3]], pool.reshape(2, -1, 5)[:, rows[[0, 1, 3]]])
+    assert not found[:, 2].any()
+
+
+def test_scattered_rows_are_summed_on_the_device_that_owns_them():
+    """What flat_pages gathers, transposed: <gather(x), y> = <x, scatter(y)> with another y on every device."""
+    devices, count = 8, 16
+    rng = np.random.default_rng(0)
+    pool = rng.integers(-9, 9, (count, PAGE, 3)).astype(np.float32)
+    rows = rng.integers(-9, 9, (devices, count * PAGE, 3)).astype(np.float32)
+
+    def body(axis, rows):
+        return parallel.scatter_pages(rows[0], axis)
+
+    specs = (P(sharding.AXIS),)
+    found = jax.jit(parallel.mapped(body, sharding.make_mesh(devices), specs, specs[0]))(rows)
+    np.testing.assert_array_equal(prompt_order(np.asarray(found), devices), rows.sum(0))
+    assert (np.asarray(found) * pool).sum() == (rows.sum(0) * prompt_order(pool, devices)).sum()
+
+
 @pytest.mark.parametrize("devices", [1, 32])
 def test_gathered_pages_are_in_prompt_order(devices):
     count = 2 * devices

@@ -330,6 +330,18 @@ def test_a_skipped_step_leaves_the_held_prompt_valid():
     assert kept is held and report.prefix_age == 1
 
 
+def test_exact_is_another_step_and_kept_selections_are_not():
+    """Kept selections lie on the host, one tuple a chunk; pages without them are captured again when they are asked."""
+    _, (detached,), plain = transact(trained_state())
+    _, (exact,), held = transact(trained_state(), mode="exact", held=plain)
+    assert held is plain and held.selections is None and "reverse" in exact.seconds
+    _, (kept,), held = transact(trained_state(), mode="exact", held=held, keep_selection=True)
+    assert held is not plain and len(held.selections) == -(-(prompt().size - 1) // job().policy.chunk)
+    assert all(isinstance(ids, np.ndarray) and ids.dtype == np.int32 for ids in jax.tree.leaves(held.selections))
+    assert abs(exact.grad_norm - detached.grad_norm) > 1e-3 * detached.grad_norm
+    assert kept.grad_norm == pytest.approx(exact.grad_norm, rel=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["detached", "frozen"])
 def test_c5_c6_the_reference_is_the_base_with_a_prompt_of_its_own(mode):
     """KL is 0 at the first step, then what an adapter-off pass over an adapter-off prompt says."""

@@ -39,7 +39,7 @@ def index_topk(
       keys: rows in order of position, or pages of 64 of them. limit: int32, 0 <= limit <= S.
       page_table: page of positions 64 j ... 64 j + 63, int32; S is then 64 N. Without it pages are in order.
       implementation: "auto" takes "hopper" where it serves, else "reference"; any other name serves or raises.
-        "interpret" is hopper's kernels on the host, for tests, with jax 0.11 on one device only.
+        "interpret", for tests, runs hopper's selection on the host, from the reference's scores.
       debug: check page_table and limit on the device as well, where they are not known before.
     Returns:
       Scores fp32 [T, K] and positions int32 [T, K] with K = min(k, S), -inf and -1 in the unused slots, always last;

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.indexer_topk import hopper_scores, hopper_select, reference
@@ -38,7 +37,8 @@ def index_topk(
     Args:
       q, pages: bf16. w: fp32. table: int32 page of each 64 positions, None for pages in order. limit: int32.
       k: at most the number of positions and `hopper_select.MAX_K`.
-      interpret: run on the host; jax before 0.11 interprets selection alone and takes the scores of the reference.
+      interpret: select on the host, from the reference's scores: jax 0.10 has no interpreter of the score kernel, and
+        that of jax 0.11 runs neither under remat nor on several devices.
     """
     queries, heads, _ = q.shape
     count = pages.shape[0] if table is None else table.shape[0]
@@ -51,12 +51,12 @@ def index_topk(
     def one(args):
         q, w, limit = args
         needed = pl.cdiv(limit.reshape(-1, block).max(axis=1), PAGE)
-        if interpret and not hasattr(plgpu, "InterpretGPUParams"):
+        if interpret:
             keys = (pages if table is None else pages[table]).reshape(-1, pages.shape[-1])
             scores = reference.index_scores(q, w, keys)
             peaks = reference.order_key(scores).reshape(rows, -1, hopper_scores.GROUP).max(axis=-1)
         else:
-            scores, peaks = hopper_scores.index_scores(q, w, pages, table, needed, chunk=chunk, interpret=interpret)
+            scores, peaks = hopper_scores.index_scores(q, w, pages, table, needed, chunk=chunk)
         return hopper_select.select(scores, peaks, limit, k, interpret=interpret)
 
     pad = batches * rows - queries  # padding queries see no key

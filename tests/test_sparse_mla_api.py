@@ -145,18 +145,18 @@ def full_loss(q, rows, ids, **options):
 @NEW_JAX
 def test_auto_takes_the_hopper_kernels_where_they_fit():
     with absent_h200():
-        assert api.choose(*full_width(), 512, "auto") == "hopper"
-        assert api.choose(*full_width(heads=8, k=2304), 512, "auto") == "hopper"
+        assert api.backend(*full_width(), 512, "auto") == "hopper"
+        assert api.backend(*full_width(heads=8, k=2304), 512, "auto") == "hopper"
         q, rows, ids = full_width()
         for other in (
             (jax.ShapeDtypeStruct(q.shape, jnp.float32), rows, ids, 512),
             (q, rows, ids, 448),
             (*full_width(k=2400), 512),
         ):
-            assert api.choose(*other, "auto") == "reference"
+            assert api.backend(*other, "auto") == "reference"
             with pytest.raises(ValueError, match="implementation='hopper': .*accepted: "):
-                api.choose(*other, "hopper")
-    assert api.choose(*full_width(), 512, "auto") == "reference"
+                api.backend(*other, "hopper")
+    assert api.backend(*full_width(), 512, "auto") == "reference"
 
 
 @NEW_JAX

@@ -51,8 +51,12 @@ def _interpret_problem(q, value_dim) -> str | None:
     return None
 
 
-def choose(
-    q: Float[Array, "T N W"], rows: Float[Array, "S W"], ids: Int[Array, "T K"], value_dim: int, implementation: str
+def backend(
+    q: Float[Array, "T N W"],
+    rows: Float[Array, "S W"],
+    ids: Int[Array, "T K"],
+    value_dim: int,
+    implementation: str = "auto",
 ) -> str:
     """The backend that serves these arrays: "hopper", "interpret" or "reference".
 
@@ -130,14 +134,14 @@ def _batched_rows(rows, ids, rows_batched, ids_batched, axis_size):
     return rows, ids.reshape(-1, ids.shape[-1])
 
 
-def _forward(backend, scale, value_dim):
+def _forward(name, scale, value_dim):
     """The backend's forward pass; under vmap a batch becomes more queries over more rows."""
 
     @jax.custom_batching.custom_vmap
     def call(q, rows, ids):
-        if backend == "hopper":
+        if name == "hopper":
             return hopper_forward.forward(q, rows, ids, scale=scale)
-        if backend == "interpret":
+        if name == "interpret":
             return hopper_triton.forward(q, rows, ids, scale=scale, value_dim=value_dim, interpret=True)
         return reference.sparse_mla(q, rows, ids, scale=scale, value_dim=value_dim)
 
@@ -150,15 +154,15 @@ def _forward(backend, scale, value_dim):
     return call
 
 
-def _backward(backend, scale, deterministic):
+def _backward(name, scale, deterministic):
     """The backend's backward pass, batched likewise; an accumulator of None wants no gradient of the rows."""
 
     @jax.custom_batching.custom_vmap
     def call(q, rows, ids, lse, dout, shift, accumulator):
         args = (q, rows, ids, lse, dout, shift, accumulator)
-        if backend == "hopper":
+        if name == "hopper":
             return hopper_backward.backward(*args, scale=scale, deterministic=deterministic)
-        if backend == "interpret":
+        if name == "interpret":
             return hopper_triton.backward(*args, scale=scale)
         return reference.sparse_mla_backward(*args, scale=scale, deterministic=deterministic)
 
@@ -181,23 +185,23 @@ def _backward(backend, scale, deterministic):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
-def _attention(q, rows, ids, backend, scale, value_dim, rows_gradient, deterministic):
-    return _forward(backend, scale, value_dim)(q, rows, ids)
+def _attention(q, rows, ids, name, scale, value_dim, rows_gradient, deterministic):
+    return _forward(name, scale, value_dim)(q, rows, ids)
 
 
-def _attention_fwd(q, rows, ids, backend, scale, value_dim, rows_gradient, deterministic):
-    out, lse = _forward(backend, scale, value_dim)(q, rows, ids)
+def _attention_fwd(q, rows, ids, name, scale, value_dim, rows_gradient, deterministic):
+    out, lse = _forward(name, scale, value_dim)(q, rows, ids)
     # Named here, inside the rule, so that a remat policy that saves them does not run the kernel twice.
     out, lse = checkpoint_name(out, "sparse_mla_out"), checkpoint_name(lse, "sparse_mla_lse")
     return (out, lse), (q, rows, ids, out, lse)
 
 
-def _attention_bwd(backend, scale, value_dim, rows_gradient, deterministic, saved, cotangents):
+def _attention_bwd(name, scale, value_dim, rows_gradient, deterministic, saved, cotangents):
     q, rows, ids, out, lse = saved
     dout, dlse = cotangents
     accumulator = jnp.zeros(rows.shape, jnp.float32) if rows_gradient else None
     shift = reference.softmax_shift(out, lse, dout, dlse)
-    dq, drows = _backward(backend, scale, deterministic)(q, rows, ids, lse, dout, shift, accumulator)
+    dq, drows = _backward(name, scale, deterministic)(q, rows, ids, lse, dout, shift, accumulator)
     return dq.astype(q.dtype), drows.astype(rows.dtype) if rows_gradient else None, None
 
 
@@ -247,8 +251,8 @@ def sparse_mla(
     ids = _checked(_physical(ids, page_table), rows.shape[0])
     if not rows_gradient:
         rows = jax.lax.stop_gradient(rows)
-    backend = choose(q, rows, ids, value_dim, implementation)
-    return _attention(q, rows, ids, backend, scale, value_dim, rows_gradient, deterministic)
+    name = backend(q, rows, ids, value_dim, implementation)
+    return _attention(q, rows, ids, name, scale, value_dim, rows_gradient, deterministic)
 
 
 def sparse_mla_backward(
@@ -287,10 +291,10 @@ def sparse_mla_backward(
         raise ValueError(f"accumulator is {accumulator.dtype} {accumulator.shape}; accepted: float32 {rows.shape}")
     width, shape = rows.shape[-1], rows.shape
     rows = rows.reshape(-1, width)
-    backend = choose(q, rows, ids, value_dim, implementation)
+    name = backend(q, rows, ids, value_dim, implementation)
     shift = reference.softmax_shift(out, lse, dout, dlse)
     total = None if accumulator is None else accumulator.reshape(-1, width)
-    call = _backward(backend, scale, deterministic)
+    call = _backward(name, scale, deterministic)
     ids = _checked(_physical(ids, page_table), rows.shape[0])
     dq, total = call(q, rows, ids, lse, dout, shift, total)
     return dq.astype(q.dtype), None if total is None else total.reshape(shape)

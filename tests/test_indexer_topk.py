@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec
 
 from experiments.bench import indexer_topk as bench
-from pallas_kernels.indexer_topk import api, hopper, hopper_scores, reference
+from pallas_kernels.indexer_topk import api, hopper_scores, reference
 
 BACKENDS = ["reference", "interpret", pytest.param("hopper", marks=pytest.mark.gpu)]
 HEADS, DIM = 8, 64
@@ -273,9 +273,12 @@ def test_kernels_lower_for_hopper():
         spec((24, 32, 128), jnp.bfloat16), spec((24, 32), jnp.float32), spec((4096, 64, 128), jnp.bfloat16),
         spec((4096,), jnp.int32), spec((24,), jnp.int32),
     )
+    assert api.backend(args[0], args[2], 2048) == "reference"
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(lambda *x: hopper.index_topk(*x, 2048)).trace(*args)
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert api.backend(args[0], args[2], 2048) == "hopper"
+        select = lambda q, w, pages, table, limit: api.index_topk(q, w, pages, limit, 2048, page_table=table)  # noqa: E731
+        text = jax.jit(select).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text and "triton" in text
 
 
 def test_bench_rows_name_the_backend_and_hold_the_fractions():

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec
 
 from experiments.bench import indexer_topk as bench
-from pallas_kernels.indexer_topk import api, hopper_scores, reference
+from pallas_kernels.indexer_topk import api, hopper, hopper_scores, reference
 
 BACKENDS = ["reference", "interpret", pytest.param("hopper", marks=pytest.mark.gpu)]
 HEADS, DIM = 8, 64
@@ -88,8 +88,10 @@ def test_special_scores_select_exactly(implementation):
         *(pytest.param("hopper", heads, marks=pytest.mark.gpu) for heads in (8, 64, 128)),
     ],
 )
-def test_pages_out_of_order_and_a_partly_filled_last_page(implementation, heads):
-    """11 queries (no multiple of a block), one page used twice: its keys tie and the lower positions win."""
+def test_pages_out_of_order_and_a_partly_filled_last_page(implementation, heads, monkeypatch):
+    """11 queries in two padded blocks, one page used twice: its keys tie and the lower positions win."""
+    monkeypatch.setattr(hopper, "ROWS", 8)
+    monkeypatch.setattr(reference, "QUERIES", 8)
     q, w, keys, scores = small_integers(heads, 11, 5 * 64, heads)
     table = np.asarray([3, 0, 4, 0, 1, 2])
     scores = scores.reshape(11, 5, 64)[:, table].reshape(11, -1)

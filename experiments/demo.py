@@ -15,6 +15,8 @@ import train_grpo
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+from longstraw_jax.command import fail, parse_flags
+
 MARK = ".longstraw_demo"  # a folder without it is never removed
 RISE = 3.0  # standard errors that the last five steps' mean reward must lie above the first five's
 QUESTION = "How many digits does the documentation above hold? Answer with digits only."
@@ -81,7 +83,7 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"arguments {argv[1:]}; accepted: --workdir=DIR and --config.field=value")
         receipt = run(config, folder)
     except (ValueError, OSError) as error:
-        train_grpo.fail(error)
+        fail(error)
     lines, rose = verdict(receipt)
     seconds = time.perf_counter() - started
     print("", *lines, sep="\n")
@@ -94,4 +96,4 @@ if __name__ == "__main__":
     default = pathlib.Path(__file__).parent / "configs" / "demo.py"
     config_flags.DEFINE_config_file("config", str(default), "Configuration of the demo.")
     flags.DEFINE_string("workdir", "runs/demo", "Run folder; it is made anew.")
-    app.run(main, flags_parser=train_grpo.parse_flags)
+    app.run(main, flags_parser=parse_flags)

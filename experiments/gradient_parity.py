@@ -22,7 +22,8 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import fingerprint, lora, sharding, train
+from longstraw_jax import fingerprint, job_config, lora, sharding, train
+from longstraw_jax.command import parse_flags
 from longstraw_jax.evidence import parity, receipt
 from longstraw_jax.io import hf_checkpoint
 from longstraw_jax.io.whole_file import write_whole
@@ -92,10 +93,10 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
         max_new_tokens=config.grpo.max_new_tokens,
         temperature=config.grpo.temperature,
         chunk=config.capture.chunk,
-        objective=train_grpo.objective_config(config),
+        objective=job_config.objective_config(config),
     )
     optimizer = train.make_optimizer(train.OptimizerConfig(**config.optimizer))
-    adapters = train_grpo.lora_config(config)
+    adapters = job_config.lora_config(config)
     lora.sites(architecture, adapters)
     wide, single = load_sides(config, architecture, adapters)
     rng = np.random.default_rng(config.seed + PROMPT_SEED)
@@ -196,4 +197,4 @@ def define_flags(values: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
     define_flags(flags.FLAGS)
-    app.run(lambda argv: sys.exit(command(flags.FLAGS, argv[1:])), flags_parser=train_grpo.parse_flags)
+    app.run(lambda argv: sys.exit(command(flags.FLAGS, argv[1:])), flags_parser=parse_flags)

@@ -6,15 +6,16 @@ python experiments/train_grpo.py --config=experiments/configs/grpo.py --workdir=
 Run again with the same folder to resume; another configuration is refused.
 """
 
+import contextlib
 import dataclasses
-import functools
+import itertools
 import json
-import math
+import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,16 +23,15 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 from tqdm import tqdm
 
-from longstraw_jax import config as config_lib
-from longstraw_jax import fingerprint, lora, sharding, train
-from longstraw_jax.evidence import memory, plots, receipt
-from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics, prompt, tokenizer
+from longstraw_jax import fingerprint, launch, lora, sharding, train
+from longstraw_jax.command import fail, parse_flags
+from longstraw_jax.evidence import memory, plots, prerequisites, receipt
+from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics
 from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
-from longstraw_jax.model import decoder
 from longstraw_jax.prefix import freshness
-from longstraw_jax.rl import columns, objectives, rewards
-from longstraw_jax.types import Model, Params
+from longstraw_jax.rl import rewards
+from longstraw_jax.types import Params
 
 # Which code ran each operation, as receipts record it.
 KERNELS = {op: "reference" for op in ("indexer_topk", "sparse_mla", "grouped_matmul", "chunked_logprob")}
@@ -41,152 +41,44 @@ TRAINABLE_FILE = "trainable.json"  # which arrays train, their shapes and target
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Job(prerequisites.Parts):
     """Everything a run needs, loaded and checked before anything compiles."""
 
     config: ConfigDict
-    model: Model
-    policy: train.PolicyConfig
-    optimizer: train.OptimizerConfig
     base: Params
     base_sha: str
-    dataset: data.Dataset
-    tokenizer: tokenizer.Tokenizer
-    build: Callable[[Any], np.ndarray]  # a row's prompt -> token ids
-    reward_functions: list[rewards.RewardFunction]
 
 
-def lora_config(config: ConfigDict) -> config_lib.LoraConfig:
-    """Targets of rank above 0."""
-    chosen = ((name, c.rank, float(c.alpha)) for name, c in sorted(config.lora.items()) if c.rank)
-    return config_lib.LoraConfig(tuple(chosen))
+def set_devices(config: ConfigDict, processes: int = 1) -> None:
+    """Splits the CPU into this process's share of the devices, if asked to; must precede JAX's first device query.
 
-
-def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
-    """The loss part of config.grpo; tis_cap 0 means none."""
-    names = {field.name for field in dataclasses.fields(objectives.GRPOConfig)}
-    chosen = {name: value for name, value in config.grpo.items() if name in names}
-    return objectives.GRPOConfig(**chosen | {"tis_cap": chosen["tis_cap"] or None})
-
-
-def set_devices(config: ConfigDict) -> None:
-    """Splits the CPU into devices if asked to; must come before JAX's first device query."""
+    Raises:
+      ValueError: there are none, or the processes cannot share them.
+    """
+    devices = config.mesh.devices
+    if devices < 1 or devices % processes:
+        raise ValueError(f"mesh.devices={devices}; accepted: at least 1, a multiple of {processes} processes")
     if config.mesh.emulate:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", config.mesh.devices)
+        jax.config.update("jax_num_cpu_devices", devices // processes)
 
 
-def check_values(config: ConfigDict) -> None:
-    """Ranges that nothing checks before the first step needs them. Raises ValueError."""
-    if config.steps < 1 or config.grpo.updates < 1 or config.steps % config.grpo.updates:
-        raise ValueError(f"steps={config.steps}; accepted: a positive multiple of grpo.updates={config.grpo.updates}")
-    for field, value, low in (
-        ("data.rows_per_step", config.data.rows_per_step, 1),
-        ("data.prompt_tokens", config.data.prompt_tokens, 0),
-        ("checkpoint.every", config.checkpoint.every, 1),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
-        ("model.latent_norm_eps", config.model.latent_norm_eps, 0),
-        ("mesh.devices", config.mesh.devices, 1),
-    ):
-        if not value >= low:
-            raise ValueError(f"{field}={value}; accepted: at least {low}")
-    if not 0 <= config.seed < 2**32:
-        raise ValueError(f"seed={config.seed}; accepted: 0 to {2**32 - 1}")
-    if config.data.document not in ("none", "python"):
-        raise ValueError(f"data.document={config.data.document!r}; accepted: 'none' or 'python'")
-    if config.data.document == "python" and not config.data.prompt_tokens:
-        raise ValueError("data.prompt_tokens=0; accepted with data.document='python': the exact prompt length")
-    if not config.model.checkpoint:
-        raise ValueError("model.checkpoint=''; accepted: a Hugging Face checkpoint directory")
-    names, weights = tuple(config.reward.functions), tuple(config.reward.weights)
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"reward.functions={names}; accepted: at least one, each once")
-    if len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"reward.weights={weights}; accepted: {len(names)} finite numbers, one a function")
-    for field in ("timeout_s", "answer_timeout_s"):
-        if not 0 < config.reward[field] < math.inf:
-            raise ValueError(f"reward.{field}={config.reward[field]}; accepted: seconds above 0")
-
-
-def read_dataset(config: ConfigDict) -> data.Dataset:
-    """The configured rows; each has an answer if a built-in reward compares with one. Raises DataError."""
-    paths = list(config.data.paths)
-    dataset = data.read_rows(paths)
-    if {"exact_match", "boxed_math"} & set(config.reward.functions):
-        names = [name for name in columns.ANSWER_COLUMNS if any(name in row["columns"] for row in dataset.rows)]
-        if any(all(row["columns"].get(name) is None for name in names) for row in dataset.rows):
-            data.read_rows(paths, required=names[-1:] or ["ground_truth"])  # names file and row
-    return dataset
-
-
-def prompt_builder(
-    config: ConfigDict, tokens: tokenizer.Tokenizer, template: prompt.ChatTemplate
-) -> Callable[[Any], np.ndarray]:
-    """A row's prompt -> token ids [S]."""
-    target, document = config.data.prompt_tokens or None, None
-    if config.data.document == "python":
-        document = prompt.python_documentation_text(target)  # a token is at least a byte
-    return functools.partial(
-        prompt.build_prompt, tokenizer=tokens, template=template, document=document, target_tokens=target
-    )
-
-
-def longest_prompt(config: ConfigDict, dataset: data.Dataset, build: Callable[[Any], np.ndarray]) -> int:
-    """Tokens of the longest prompt. Raises PromptError that names the row, so that no run meets it midway."""
-    longest = 0
-    for row in dataset.rows:
-        try:
-            longest = max(longest, build(row["prompt"]).size)
-        except prompt.PromptError as error:
-            where = f"dataset row of id {row['id']!r}, data.prompt_tokens={config.data.prompt_tokens}"
-            raise prompt.PromptError(f"{where}: {error}") from error
-    return longest
-
-
-def load_job(config: ConfigDict) -> Job:
-    """Loads and checks the configuration's parts, cheapest first. Raises ValueError for bad input."""
-    check_values(config)
-    set_devices(config)
-    mesh = sharding.make_mesh(config.mesh.devices)
-    optimizer, adapters = train.OptimizerConfig(**config.optimizer), lora_config(config)
-    folder = pathlib.Path(config.model.checkpoint)
-    architecture = config_lib.load_model_config(folder, latent_norm_eps=config.model.latent_norm_eps or None)
-    if config.model.yarn_positions:
-        architecture = config_lib.extend_positions(architecture, config.model.yarn_positions)
-    model = decoder.make_model(architecture, mesh=mesh, lora=adapters)
-    lora.sites(architecture, adapters)
-    tokens = tokenizer.load_tokenizer(folder)
-    if tokens.vocab_size > architecture.vocab_size:
-        raise ValueError(
-            f"{folder}: tokenizer of {tokens.vocab_size} ids; accepted: at most vocab_size={architecture.vocab_size}"
-        )
-    dataset, build = read_dataset(config), prompt_builder(config, tokens, prompt.load_chat_template(folder))
-    longest = longest_prompt(config, dataset, build)
-    architecture.check_length(longest + config.grpo.max_new_tokens)
-    shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
-    policy = train.PolicyConfig(
-        eos_ids=tokens.eos_ids,
-        capacity=longest,
-        chunk=config.capture.chunk,
-        keep_selection=config.capture.keep_selection,
-        objective=objective_config(config),
-        **{name: config.grpo[name] for name in shared},
-    )
-    functions = [
-        rewards.load(name, answer_timeout_s=config.reward.answer_timeout_s) for name in config.reward.functions
-    ]
-    _, base = hf_checkpoint.load(folder, architecture, mesh)
-    return Job(
-        config, model, policy, optimizer, base, fingerprint.tree_fingerprint(base), dataset, tokens, build, functions
-    )
+def load_job(config: ConfigDict, workdir: pathlib.Path) -> Job:
+    """Checks everything that a run needs, then reads the weights. Raises ValueError with all that stands in the way."""
+    parts, findings = prerequisites.examine(config, workdir)
+    every = list(dict.fromkeys(itertools.chain(*launch.exchange(prerequisites.blockers(findings)))))
+    if every:
+        raise ValueError(every[0] if len(every) == 1 else f"{len(every)} blockers: {'; '.join(every)}")
+    _, base = hf_checkpoint.load(config.model.checkpoint, parts.model.config, parts.model.mesh)
+    return Job(**vars(parts), config=config, base=base, base_sha=fingerprint.tree_fingerprint(base))
 
 
 def reward_call(job: Job, rows: list[dict[str, Any]]) -> train.RewardCall:
-    """Scores the responses of each of the step's prompts with the configured functions."""
+    """Scores the responses of each of the step's prompts with the configured functions, once for all processes."""
 
-    def call(number, responses):
+    def score(number, responses):
         row, count = rows[number], len(responses)
-        return rewards.score(
+        values, _, events = rewards.score(
             job.reward_functions,
             list(job.config.reward.weights),
             [row["prompt"]] * count,
@@ -194,7 +86,12 @@ def reward_call(job: Job, rows: list[dict[str, Any]]) -> train.RewardCall:
             responses,
             {name: [value] * count for name, value in row["columns"].items()},
             job.config.reward.timeout_s,
-        )[::2]
+        )
+        return values.tolist(), [event for event in events if event["event"] == "reward_metric"]  # what is logged
+
+    def call(number, responses):
+        values, events = launch.on_first(lambda: score(number, responses))
+        return np.asarray(values, np.float32), events
 
     return call
 
@@ -216,7 +113,7 @@ def step_record(
         "reward/unscorable": float(every.size - scored.size),
     }
     logged: dict[str, list[float]] = {}  # what reward functions gave to log_metric
-    for event in (event for r in rollouts for event in r.events if event["event"] == "reward_metric"):
+    for event in (event for r in rollouts for event in r.events):
         logged.setdefault(f"rewards/{event['function']}/{event['name']}", []).append(event["value"])
     extra |= {name: float(np.mean(values)) for name, values in logged.items()}
     return {
@@ -239,7 +136,7 @@ def step_record(
         "nonfinite_count": report.nonfinite,
         "metrics": report.metrics | extra,
         "seconds": report.seconds | {"step": seconds},
-        "peak_bytes": memory.peak_bytes()[0],
+        "peak_bytes": max(launch.exchange(memory.peak_bytes()[0])),
         "prefix_age": report.prefix_age,
         "adapter_fingerprint": report.adapter_fingerprint,
     }
@@ -254,14 +151,22 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains, or resumes, the run in `workdir` and returns its receipt. Raises ValueError for bad input."""
     if (workdir / receipt.CONFIG_FILE).exists():
         receipt.bind_config(workdir, plain(config))  # another configuration's folder: said before weights are read
-    job = load_job(config)
-    with run_lock(workdir):
+    job = load_job(config, workdir)
+    with contextlib.ExitStack() as opened:
+        _open_on_first(opened, lambda: run_lock(workdir))
         return _train(job, workdir)
+
+
+def _open_on_first(opened: contextlib.ExitStack, make: Callable[[], Any]) -> Any:
+    """Opens on process 0 what it alone may hold, until `opened` closes; what it gives there, None elsewhere."""
+    found = []
+    launch.on_first(lambda: found.append(opened.enter_context(make())))
+    return found[0] if found else None
 
 
 def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
     config = job.config
-    sha = receipt.bind_config(workdir, plain(config))
+    sha = launch.on_first(lambda: receipt.bind_config(workdir, plain(config)))
     optimizer = train.make_optimizer(job.optimizer)
     state = train.init_state(job.model, optimizer, config.seed)
     bound = {
@@ -274,20 +179,26 @@ def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
         "lora": {name: {"rank": r, "alpha": a} for name, r, a in job.model.lora.targets},
     }
     folder = workdir / "checkpoints"
-    if checkpoint.latest_step(folder) is not None:
+    latest = checkpoint.latest_step(folder)
+    launch.check_same("what the run is bound to", bound)
+    launch.check_same(f"the latest checkpoint in {folder}, which all processes share", latest)
+    if latest is not None:
         state, _ = checkpoint.restore(folder, state, expected=bound)
         logging.info("resumed after step %d", int(state.step))
         if int(state.step) == config.steps and (workdir / "receipt.json").is_file():
             return json.loads((workdir / "receipt.json").read_text())  # what it says of the code that ran stays true
-    table = lora.trainable_table(job.model.config, job.model.lora)
-    write_whole(workdir / TRAINABLE_FILE, (json.dumps(table, indent=1) + "\n").encode())
-    print(lora.format_table(table))
+    table, first = lora.trainable_table(job.model.config, job.model.lora), launch.is_first()
+    launch.on_first(lambda: write_whole(workdir / TRAINABLE_FILE, (json.dumps(table, indent=1) + "\n").encode()))
+    if first:
+        print(lora.format_table(table))
     base_words = freshness.policy_fingerprint(job.model, job.base_sha)
     held, done = None, int(state.step)
+    silent = not (first and sys.stderr.isatty())
     with (
-        metrics.MetricWriter(workdir, last_step=done) as writer,
-        tqdm(total=config.steps, initial=done, desc="steps", unit="step", disable=not sys.stderr.isatty()) as bar,
+        contextlib.ExitStack() as opened,
+        tqdm(total=config.steps, initial=done, desc="steps", unit="step", disable=silent) as bar,
     ):
+        writer = _open_on_first(opened, lambda: metrics.MetricWriter(workdir, last_step=done))
         while done < config.steps:
             rollout = done // job.policy.updates
             order = data.row_order(len(job.dataset.rows), config.seed, rollout, config.data.rows_per_step)
@@ -308,14 +219,16 @@ def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
             seconds = (time.perf_counter() - started) / len(reports)
             for number, report in enumerate(reports, start=done + 1):
                 record = step_record(job, number, rows, report, seconds)
-                writer.write(record)
+                launch.on_first(lambda record=record: writer.write(record))
                 bar.set_postfix(reward=record["reward_mean"], loss=record["loss"])
                 bar.update()
-                print(step_line(record), flush=True)
+                if first:
+                    print(step_line(record), flush=True)
             before, done = done, done + len(reports)
             if done == config.steps or done // config.checkpoint.every > before // config.checkpoint.every:
                 checkpoint.save(folder, done, state, bound, keep=config.checkpoint.keep)
-    return finish(job, workdir, state)
+    adapters = jax.tree.map(launch.to_host, state.adapters)
+    return launch.on_first(lambda: finish(job, workdir, adapters))
 
 
 def step_line(record: dict[str, Any]) -> str:
@@ -327,24 +240,26 @@ def step_line(record: dict[str, Any]) -> str:
     )
 
 
-def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str, Any]:
-    """Adapter, plots and receipt of a finished run."""
+def finish(job: Job, workdir: pathlib.Path, adapters: Params) -> dict[str, Any]:
+    """Adapter, plots and receipt of a finished run; for one process, which has the adapters on its host."""
     steps = metrics.read_steps(workdir / metrics.STEPS_FILE)
     adapter.export_peft(
-        workdir / "adapter", job.model.config, job.model.lora, state.adapters,
+        workdir / "adapter", job.model.config, job.model.lora, adapters,
         base_model_name=job.config.model.checkpoint,
     )  # fmt: skip
     artifacts = {path: "plot" for path in plots.write_plots(workdir, steps)}
     artifacts |= {f"adapter/{path.name}": "adapter" for path in sorted((workdir / "adapter").iterdir())}
     artifacts[TRAINABLE_FILE] = "report"
-    dataset = job.dataset
+    dataset, prompt_file = job.dataset, {}
+    if path := job.config.data.prompt_file:
+        prompt_file = {path: fingerprint.sha256_file(path)}
     return receipt.write_receipt(
         workdir,
         config=plain(job.config),
         mesh_shape={sharding.AXIS: job.model.devices},
         kernels=KERNELS,
         weights_fingerprint=job.base_sha,
-        dataset_files=dataset.files,
+        dataset_files=dataset.files | prompt_file,
         dataset_counts={
             "read": dataset.read,
             "rows": len(dataset.rows),
@@ -357,36 +272,36 @@ def finish(job: Job, workdir: pathlib.Path, state: train.TrainState) -> dict[str
     )
 
 
-def fail(error: Exception | str) -> NoReturn:
-    """Ends a run on bad input: one line and exit code 2."""
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
-    sys.exit(2)
-
-
 def main(argv: list[str]) -> None:
     values = flags.FLAGS
     if len(argv) > 1 or values.config is None or values.workdir is None:
         fail(f"arguments {argv[1:]}; accepted: --config=FILE --workdir=DIR and --config.field=value")
+    cluster = None
     try:
+        cluster = launch.find_cluster(
+            os.environ,
+            coordinator=values.coordinator,
+            processes=values.num_processes,
+            process=values.process_id,
+        )
+        set_devices(values.config, cluster.processes if cluster else 1)
+        launch.join(cluster)
         run(values.config, pathlib.Path(values.workdir))
     except (ValueError, OSError) as error:
         fail(error)
-    print(f"receipt: {pathlib.Path(values.workdir) / 'receipt.json'}")
-
-
-def parse_flags(argv: list[str]) -> list[str]:
-    """absl's parsing with the exit code of bad input: an unknown field or a value of the wrong type."""
-    try:
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError) as error:  # holds the one name that the configuration lacks
-        name = str(error).strip("'\"")
-        given = [a.partition("=")[0] for a in argv if f".{name}" in a.partition("=")[0]]
-        fail(f"{', '.join(given) or '--config'}: no field {name!r}; accepted: those of the --config file")
-    except (flags.Error, TypeError, ValueError, OSError) as error:
-        fail(error)
+    except jax.errors.JaxRuntimeError as error:
+        if cluster is None:
+            raise
+        launch.say(f"error: {launch.describe(cluster)} lost the others ({str(error).splitlines()[0]}); {launch.RESUME}")
+        launch.leave(1)
+    if launch.is_first():
+        print(f"receipt: {pathlib.Path(values.workdir) / 'receipt.json'}")
 
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", None, "Configuration file, see experiments/configs/grpo.py.")
     flags.DEFINE_string("workdir", None, "Run folder: receipt.json, steps.jsonl, checkpoints, plots, adapter.")
+    flags.DEFINE_string("coordinator", None, "Many processes: host:port of process 0. Slurm and GKE are found without.")
+    flags.DEFINE_integer("num_processes", None, "Many processes: how many.")
+    flags.DEFINE_integer("process_id", None, "Many processes: this one's number, from 0.")
     app.run(main, flags_parser=parse_flags)

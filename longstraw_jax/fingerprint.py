@@ -36,10 +36,10 @@ def tree_fingerprint(tree: Any) -> str:
     Raises:
       ValueError: a leaf is not an array, or has a 64-bit dtype that this JAX would narrow. Names the leaf.
     """
-    pending = [_leaf_program(leaf, seeds) for leaf, seeds in _seeded_leaves(tree)]  # all dispatched first
     total = np.zeros(_WORDS, np.uint32)
-    for words in pending:
-        total += np.asarray(words)
+    for leaf, seeds in _seeded_leaves(tree):
+        # Waits for each: the processes of a run could otherwise wait for one another in different leaves.
+        total += np.asarray(_leaf_program(leaf, seeds))
     return "".join(f"{int(word):08x}" for word in total)
 
 

@@ -90,7 +90,10 @@ def join(cluster: Cluster | None) -> None:
             "num_processes": cluster.processes,
             "process_id": cluster.process,
         }
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # only emulated devices use it
+    # Of emulated devices alone. Two programs under way at once could wait for each other in two processes.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from this process
     try:
         jax.distributed.initialize(
             **known, initialization_timeout=JOIN_SECONDS, heartbeat_timeout_seconds=SILENT_SECONDS
@@ -110,6 +113,11 @@ def say(message: str) -> None:
     """A line on stderr in one write, so that the lines of many processes do not mix."""
     sys.stderr.write(message + "\n")
     sys.stderr.flush()
+
+
+def joined() -> bool:
+    """Whether this process is one of several; asks no device."""
+    return jax.distributed.is_initialized()
 
 
 def is_first() -> bool:

@@ -12,7 +12,8 @@ PACKAGES = ("pallas_kernels", "longstraw_jax", "experiments")
 # A file imports only from its own line or from lines above it.
 ORDER = (
     ("pallas_kernels",),
-    ("longstraw_jax.config", "longstraw_jax.types", "longstraw_jax.fingerprint", "longstraw_jax.launch"),
+    ("longstraw_jax.config", "longstraw_jax.types", "longstraw_jax.fingerprint"),
+    ("longstraw_jax.launch", "longstraw_jax.command"),
     ("longstraw_jax.sharding",),
     ("longstraw_jax.parallel",),
     ("longstraw_jax.model",),
@@ -28,6 +29,7 @@ ORDER = (
     ("longstraw_jax.rl",),
     ("longstraw_jax.train",),
     ("longstraw_jax.io",),
+    ("longstraw_jax.job_config",),
     ("longstraw_jax.evidence",),
     ("experiments",),
 )

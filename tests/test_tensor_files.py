@@ -86,3 +86,45 @@ def test_the_package_reads_what_is_written_in_any_order(tmp_path):
         assert np.array_equal(tensor_files.read_stack([entry])[0], tensors[name]), name
     index = json.loads((tmp_path / tensor_files.INDEX).read_text())
     assert index["weight_map"]["wide"] == files[1] and index["metadata"]["total_size"] == 6 + 16 + 256 + 4
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        (slice(0, 3), slice(0, 4), slice(0, 5)),
+        (slice(1, 3), slice(0, 4), slice(0, 5)),
+        (slice(None), slice(1, 3), slice(None)),
+        (slice(0, 2), slice(1, 2), slice(2, 4)),
+        (slice(2, 3), slice(3, 4), slice(4, 5)),
+        (slice(0, 3), slice(0, 4), slice(1, 5)),
+    ],
+)
+def test_a_box_of_a_tensor_is_read_and_no_byte_beside_it(box, tmp_path, monkeypatch):
+    values = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    write_file(tmp_path / "model.safetensors", {"before": np.ones(3, np.float32), "x": values})
+    read, preadv = [], os.preadv
+
+    def counted(descriptor, buffers, offset):
+        read.append(sum(map(len, buffers)))
+        return preadv(descriptor, buffers, offset)
+
+    entry = tensor_files.read_header(tmp_path / "model.safetensors")["x"]
+    monkeypatch.setattr(os, "preadv", counted)
+    found = tensor_files.read_box(entry, box)
+    np.testing.assert_array_equal(found, values[box])
+    assert sum(read) == found.nbytes
+
+
+def test_a_file_that_shrank_after_its_header_was_read_is_an_error(tmp_path):
+    file = tmp_path / "model.safetensors"
+    write_file(file, {"x": np.zeros((4, 4), np.float32)})
+    entry = tensor_files.read_header(file)["x"]
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(OSError, match="ended at byte"):
+        tensor_files.read_box(entry, (slice(0, 4), slice(2, 4)))
+
+
+def test_a_git_lfs_pointer_is_named(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ValueError, match="a Git LFS pointer, not the file itself"):
+        tensor_files.read_header(tmp_path / "model.safetensors")

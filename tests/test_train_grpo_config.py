@@ -12,7 +12,7 @@ import pytest
 import tiny_jobs
 import train_grpo
 
-from longstraw_jax import fingerprint, lora, train
+from longstraw_jax import fingerprint, job_config, lora, train
 from longstraw_jax.io import metrics
 from longstraw_jax.rl import advantages, masks, objectives, rewards
 
@@ -30,7 +30,7 @@ def tiny_job():
 
 def loss_of(config):
     """Sum and count of two responses that meet every branch of the loss: a mixed group and a truncated one."""
-    objective = train_grpo.objective_config(config)
+    objective = job_config.objective_config(config)
     ids, rewards = jnp.asarray([0, 0, 0, 1, 1]), jnp.asarray([0.0, 1.0, 0.3, 0.5, 0.5])
     scales = {"scale": objective.advantage_scale, "baseline": objective.baseline}
     mask = objectives.loss_mask(
@@ -68,7 +68,7 @@ def two_updates(config):
 
 def first_adapters(config):
     """Digest of what a new run starts from."""
-    made = train_grpo.lora_config(config)
+    made = job_config.lora_config(config)
     sizes = lora.count_parameters(tiny_job().model.config, made)
     model = dataclasses.replace(tiny_job().model, lora=made)
     state = train.init_state(model, train.make_optimizer(tiny_job().optimizer), config.seed)
@@ -77,7 +77,7 @@ def first_adapters(config):
 
 def loaded(pick):
     """An observer of what the job is loaded as."""
-    return lambda config: pick(train_grpo.load_job(config))
+    return lambda config: pick(train_grpo.load_job(config, pathlib.Path("runs")))
 
 
 def logged(config):
@@ -162,6 +162,7 @@ FIELDS = {
 }
 # Seen by tests of their own.
 ELSEWHERE = {
+    "data.prompt_file": "test_build_prompt",
     "mesh.emulate": "test_train_grpo_input, 'mesh that does not divide' and 'more devices than there are'",
     "reward.answer_timeout_s": "test_a7_answer_timeout_s_is_what_an_answer_gets",
 }

@@ -91,7 +91,7 @@ def config(**changes) -> ConfigDict:
 
 
 def job(**changes) -> train_grpo.Job:
-    return train_grpo.load_job(config(**changes))
+    return train_grpo.load_job(config(**changes), pathlib.Path("runs"))
 
 
 def write_config(path: pathlib.Path, made: ConfigDict) -> pathlib.Path:

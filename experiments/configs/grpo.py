@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
                 "rows_per_step": 1,
                 "document": "none",  # "python": put Python's documentation before the question
                 "prompt_tokens": 0,  # exact prompt length, by cutting the document; 0: as it comes
+                "prompt_file": "",  # prompt.npy of build_prompt.py: the whole prompt of the dataset's one row
             },
             "grpo": {
                 "mode": "detached",

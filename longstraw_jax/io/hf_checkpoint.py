@@ -73,12 +73,8 @@ def load(
     config = load_model_config(directory) if config is None else config
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    block = _block_size(directory)
     decoder.make_model(config, mesh=mesh)  # refuses a mesh that does not fit
-    entries, problems = tensor_files.scan(directory)
-    tree = parameters(config)
-    problems |= _compare(jax.tree.leaves(tree), entries, config, block)
-    tensor_files.refuse(directory, problems)
+    entries, block, tree = check(directory, config), _block_size(directory), parameters(config)
     not_finite: list[str] = []
 
     def one(parameter: Parameter) -> Array:
@@ -91,6 +87,22 @@ def load(
     found = itertools.chain(*launch.exchange(not_finite))  # each process has seen its own part alone
     tensor_files.refuse(directory, {NOT_FINITE: list(dict.fromkeys(found))})
     return config, base
+
+
+def check(directory: str | os.PathLike, config: ModelConfig) -> dict[str, Entry]:
+    """Compares the files' headers with what the configuration needs, and their sizes with the headers; no tensor data.
+
+    Returns:
+      Tensor name -> where it lies, MTP layers included.
+
+    Raises:
+      CheckpointError: all that is wrong with the files. ConfigError: the block size of FP8.
+    """
+    directory = Path(directory)
+    entries, problems = tensor_files.scan(directory)
+    problems |= _compare(jax.tree.leaves(parameters(config)), entries, config, _block_size(directory))
+    tensor_files.refuse(directory, problems)
+    return entries
 
 
 def mtp_tensors(directory: str | os.PathLike) -> tuple[str, ...]:
@@ -395,4 +407,4 @@ def _swap(beside: Path, directory: Path) -> None:
         shutil.rmtree(previous, ignore_errors=True)
 
 
-__all__ = ["CheckpointError", "load", "mtp_tensors", "save"]
+__all__ = ["CheckpointError", "check", "load", "mtp_tensors", "save"]

@@ -169,7 +169,7 @@ def build_prompt(
             raise PromptError(
                 f"target_tokens is {target_tokens}, which needs a document of {room} tokens; this one has {len(middle)}"
             )
-        middle = _cut(middle, room, tokenizer)
+        middle = cut(middle, room, tokenizer)
     return np.asarray(before + middle + after, np.int32)
 
 
@@ -212,7 +212,7 @@ def _around_document(messages: list[dict], template: ChatTemplate) -> tuple[str,
     return before, after
 
 
-def _cut(ids: list[int], length: int, tokenizer: Tokenizer) -> list[int]:
+def cut(ids: list[int], length: int, tokenizer: Tokenizer) -> list[int]:
     """The first `length` ids; newlines at their end where a character would be split."""
     kept = ids[:length]
     if length < len(ids):

@@ -25,6 +25,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+_LFS_START = b"version "  # the file that stands in for one that Git LFS has not fetched
 _LARGEST_HEADER = 100_000_000  # the package's own limit
 _SHOWN = 20  # names of one kind in a message
 
@@ -121,6 +122,8 @@ def read_header(file: Path) -> dict[str, Entry]:
     size = file.stat().st_size
     with open(file, "rb") as handle:
         start = handle.read(8)
+        if start == _LFS_START:
+            raise ValueError("a Git LFS pointer, not the file itself; accepted: after git lfs pull")
         if len(start) < 8:
             raise ValueError(f"truncated: {size} bytes, at least 8 expected")
         length = struct.unpack("<Q", start)[0]

@@ -1,8 +1,11 @@
 """Writes a file beside its place and renames it there: a reader sees the old file or the whole new one."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_whole(path: str | os.PathLike, data: bytes) -> None:
@@ -15,12 +18,19 @@ def write_whole(path: str | os.PathLike, data: bytes) -> None:
     Raises:
       OSError: the bytes could not be written (a full disk, say); `path` is untouched, nothing is left over.
     """
+    with open_whole(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def open_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A file to write to that replaces `path` when the block ends, or leaves it as it was if the block raises."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would hide a shared run folder from its readers

@@ -1,0 +1,153 @@
+"""The parts of the main job, each made and checked from its configuration (experiments/configs/grpo.py)."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from longstraw_jax import config as config_lib
+from longstraw_jax import train
+from longstraw_jax.io import data, payload, prompt, tokenizer
+from longstraw_jax.rl import columns, objectives, rewards
+
+
+def value_problems(config: ConfigDict) -> list[str]:
+    """Values out of range that no part below would name."""
+    problems = []
+    if config.steps < 1 or config.grpo.updates < 1 or config.steps % config.grpo.updates:
+        problems.append(f"steps={config.steps}; accepted: a positive multiple of grpo.updates={config.grpo.updates}")
+    for field, value, low in (
+        ("data.rows_per_step", config.data.rows_per_step, 1),
+        ("data.prompt_tokens", config.data.prompt_tokens, 0),
+        ("checkpoint.every", config.checkpoint.every, 1),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
+        ("model.latent_norm_eps", config.model.latent_norm_eps, 0),
+    ):
+        if not value >= low:
+            problems.append(f"{field}={value}; accepted: at least {low}")
+    if not 0 <= config.seed < 2**32:
+        problems.append(f"seed={config.seed}; accepted: 0 to {2**32 - 1}")
+    if config.data.document not in ("none", "python"):
+        problems.append(f"data.document={config.data.document!r}; accepted: 'none' or 'python'")
+    if config.data.document == "python" and not config.data.prompt_tokens:
+        problems.append("data.prompt_tokens=0; accepted with data.document='python': the exact prompt length")
+    if config.data.prompt_file and (config.data.document != "none" or config.data.prompt_tokens):
+        problems.append(
+            f"data.prompt_file={config.data.prompt_file!r} with data.document={config.data.document!r} and "
+            f"data.prompt_tokens={config.data.prompt_tokens}; accepted: 'none' and 0, the file holds the whole prompt"
+        )
+    names, weights = tuple(config.reward.functions), tuple(config.reward.weights)
+    if not names or len(set(names)) != len(names):
+        problems.append(f"reward.functions={names}; accepted: at least one, each once")
+    elif len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
+        problems.append(f"reward.weights={weights}; accepted: {len(names)} finite numbers, one a function")
+    for field in ("timeout_s", "answer_timeout_s"):
+        if not 0 < config.reward[field] < math.inf:
+            problems.append(f"reward.{field}={config.reward[field]}; accepted: seconds above 0")
+    return problems
+
+
+def checkpoint_folder(config: ConfigDict) -> pathlib.Path:
+    """The base checkpoint's folder. Raises ValueError where none is named."""
+    if not config.model.checkpoint:
+        raise ValueError("model.checkpoint=''; accepted: a Hugging Face checkpoint directory")
+    return pathlib.Path(config.model.checkpoint)
+
+
+def architecture(config: ConfigDict) -> config_lib.ModelConfig:
+    """The checkpoint's configuration with this job's choices. Raises ConfigError, or ValueError without a folder."""
+    folder = checkpoint_folder(config)
+    found = config_lib.load_model_config(folder, latent_norm_eps=config.model.latent_norm_eps or None)
+    return config_lib.extend_positions(found, config.model.yarn_positions) if config.model.yarn_positions else found
+
+
+def lora_config(config: ConfigDict) -> config_lib.LoraConfig:
+    """Targets of rank above 0. Raises ConfigError."""
+    chosen = ((name, c.rank, float(c.alpha)) for name, c in sorted(config.lora.items()) if c.rank)
+    return config_lib.LoraConfig(tuple(chosen))
+
+
+def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
+    """The loss part of config.grpo; tis_cap 0 means none. Raises ValueError."""
+    names = {field.name for field in dataclasses.fields(objectives.GRPOConfig)}
+    chosen = {name: value for name, value in config.grpo.items() if name in names}
+    return objectives.GRPOConfig(**chosen | {"tis_cap": chosen["tis_cap"] or None})
+
+
+def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> train.PolicyConfig:
+    """What a transaction does, for prompts of at most `capacity` tokens. Raises ValueError."""
+    shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
+    return train.PolicyConfig(
+        eos_ids=eos_ids,
+        capacity=capacity,
+        chunk=config.capture.chunk,
+        keep_selection=config.capture.keep_selection,
+        objective=objective_config(config),
+        **{name: config.grpo[name] for name in shared},
+    )
+
+
+def load_tokenizer(folder: pathlib.Path, vocab_size: int) -> tokenizer.Tokenizer:
+    """The checkpoint's tokenizer. Raises TokenizerError, or ValueError where the model has fewer ids."""
+    tokens = tokenizer.load_tokenizer(folder)
+    if tokens.vocab_size > vocab_size:
+        raise ValueError(
+            f"{folder}: tokenizer of {tokens.vocab_size} ids; accepted: at most vocab_size={vocab_size}"
+        )
+    return tokens
+
+
+def read_dataset(config: ConfigDict) -> data.Dataset:
+    """The configured rows; each has an answer if a built-in reward compares with one. Raises DataError."""
+    paths = list(config.data.paths)
+    dataset = data.read_rows(paths)
+    if {"exact_match", "boxed_math"} & set(config.reward.functions):
+        names = [name for name in columns.ANSWER_COLUMNS if any(name in row["columns"] for row in dataset.rows)]
+        if any(all(row["columns"].get(name) is None for name in names) for row in dataset.rows):
+            data.read_rows(paths, required=names[-1:] or ["ground_truth"])  # names file and row
+    return dataset
+
+
+def prompt_builder(
+    config: ConfigDict, tokens: tokenizer.Tokenizer, template: prompt.ChatTemplate, dataset: data.Dataset
+) -> Callable[[Any], np.ndarray]:
+    """A row's prompt -> token ids [S]; with data.prompt_file, that file's ids for the dataset's one row.
+
+    Raises:
+      PromptError: the file is of another tokenizer or question, damaged, or the dataset has several rows; or Python's
+        documentation is too short.
+    """
+    if config.data.prompt_file:
+        if len(dataset.rows) != 1:
+            raise prompt.PromptError(f"data.prompt_file with {len(dataset.rows)} dataset rows; accepted: the one of it")
+        ids = payload.read(config.data.prompt_file, tokens, dataset.rows[0]["prompt"])
+        return lambda _: ids
+    target, document = config.data.prompt_tokens or None, None
+    if config.data.document == "python":
+        document = prompt.python_documentation_text(target)  # a token is at least a byte
+    return functools.partial(
+        prompt.build_prompt, tokenizer=tokens, template=template, document=document, target_tokens=target
+    )
+
+
+def longest_prompt(config: ConfigDict, dataset: data.Dataset, build: Callable[[Any], np.ndarray]) -> int:
+    """Tokens of the longest prompt. Raises PromptError that names the row, so that no run meets it midway."""
+    longest = 0
+    for row in dataset.rows:
+        try:
+            longest = max(longest, build(row["prompt"]).size)
+        except prompt.PromptError as error:
+            where = f"dataset row of id {row['id']!r}, data.prompt_tokens={config.data.prompt_tokens}"
+            raise prompt.PromptError(f"{where}: {error}") from error
+    return longest
+
+
+def reward_functions(config: ConfigDict) -> list[rewards.RewardFunction]:
+    """The named functions, ready to be called. Raises ValueError."""
+    limit = config.reward.answer_timeout_s
+    return [rewards.load(name, answer_timeout_s=limit) for name in config.reward.functions]

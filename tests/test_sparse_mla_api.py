@@ -189,8 +189,9 @@ def test_hopper_adds_to_gradient_pages_without_a_copy():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(implementation="cuda"), "implementation='cuda'; accepted: auto, hopper"),
+        (dict(implementation="cuda"), "implementation='cuda'; accepted: auto, hopper, tpu"),
         (dict(implementation="hopper"), "implementation='hopper': .*accepted: "),
+        (dict(implementation="tpu"), "implementation='tpu': the device is 'cpu'; accepted: a TPU"),
         (dict(q=jnp.zeros((3, WIDTH))), r"q has shape \(3, 48\); accepted"),
         (dict(rows=jnp.zeros((20, 40))), r"rows have shape \(20, 40\); accepted: \[rows, 48\]"),
         (dict(rows=jnp.zeros((2, 32, WIDTH))), "rows have 32 rows a page; accepted: 64"),

@@ -11,26 +11,25 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_mla import hopper_backward, hopper_forward, hopper_triton, reference
+from pallas_kernels.sparse_mla import hopper_backward, hopper_forward, hopper_triton, reference, tpu
 
-IMPLEMENTATIONS = ("auto", "hopper", "interpret", "reference")
+IMPLEMENTATIONS = ("auto", "hopper", "tpu", "interpret", "reference")
 PAGE = 64  # rows of a page
 MOST_SELECTED = 2304  # ids that fit in shared memory beside the Hopper kernels' tiles
 
 merge_partial = reference.merge_partial
 
 
-def _hopper() -> bool:
-    """Whether the program is compiled for a Hopper GPU; the abstract mesh speaks for absent devices."""
+def _device_kind() -> str:
+    """What the program is compiled for; the abstract mesh speaks for absent devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+    return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def _hopper_problem(q, rows, value_dim, selected) -> str | None:
     """Why the Hopper kernels cannot serve, or None."""
-    if not _hopper():
-        return f"the device is {jax.devices()[0].device_kind!r}; accepted: an NVIDIA Hopper GPU"
+    if not any(name in _device_kind() for name in ("H100", "H200", "H800", "H20", "GH200")):
+        return f"the device is {_device_kind()!r}; accepted: an NVIDIA Hopper GPU"
     if jax.__version_info__ < (0, 11):
         return f"JAX is {jax.__version__}; accepted: 0.11 or newer"  # older ones lose references inside custom_vmap
     if q.dtype != jnp.bfloat16 or rows.dtype != jnp.bfloat16:
@@ -40,6 +39,14 @@ def _hopper_problem(q, rows, value_dim, selected) -> str | None:
     if selected > MOST_SELECTED:
         return f"ids select {selected} rows a query; accepted: up to {MOST_SELECTED}"
     return None
+
+
+def _tpu_problem(q, rows, value_dim) -> str | None:
+    if "TPU" not in _device_kind():
+        return f"the device is {_device_kind()!r}; accepted: a TPU"
+    if q.dtype != rows.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"q is {q.dtype} and rows are {rows.dtype}; accepted: both bfloat16 or both float32"
+    return f"value_dim={value_dim}; accepted: a multiple of {tpu.LANES}" if value_dim % tpu.LANES else None
 
 
 def _interpret_problem(q, value_dim) -> str | None:
@@ -58,20 +65,22 @@ def backend(
     value_dim: int,
     implementation: str = "auto",
 ) -> str:
-    """The backend that serves these arrays: "hopper", "interpret" or "reference".
+    """The backend that serves these arrays: "hopper", "tpu", "interpret" or "reference".
 
     Raises:
       ValueError: the named one is unknown or cannot serve; "auto" always finds one.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "auto":
-        return "reference" if _hopper_problem(q, rows, value_dim, ids.shape[1]) else "hopper"
-    problem = {
+    problems = {
         "hopper": lambda: _hopper_problem(q, rows, value_dim, ids.shape[1]),
+        "tpu": lambda: _tpu_problem(q, rows, value_dim),
         "interpret": lambda: _interpret_problem(q, value_dim),
         "reference": lambda: None,
-    }[implementation]()
+    }
+    if implementation == "auto":
+        return next(name for name in ("hopper", "tpu", "reference") if problems[name]() is None)
+    problem = problems[implementation]()
     if problem:
         raise ValueError(f"implementation={implementation!r}: {problem}")
     return implementation
@@ -141,6 +150,8 @@ def _forward(name, scale, value_dim):
     def call(q, rows, ids):
         if name == "hopper":
             return hopper_forward.forward(q, rows, ids, scale=scale)
+        if name == "tpu":
+            return tpu.forward(q, rows, ids, scale=scale, value_dim=value_dim)
         if name == "interpret":
             return hopper_triton.forward(q, rows, ids, scale=scale, value_dim=value_dim, interpret=True)
         return reference.sparse_mla(q, rows, ids, scale=scale, value_dim=value_dim)
@@ -164,6 +175,7 @@ def _backward(name, scale, deterministic):
             return hopper_backward.backward(*args, scale=scale, deterministic=deterministic)
         if name == "interpret":
             return hopper_triton.backward(*args, scale=scale)
+        # On TPU too: XLA's gather and scatter-add.
         return reference.sparse_mla_backward(*args, scale=scale, deterministic=deterministic)
 
     @call.def_vmap
@@ -233,7 +245,8 @@ def sparse_mla(
       scale: what q . row is multiplied with.
       value_dim: R.
       page_table: int32; ids are positions of a sequence whose page i is rows[page_table[i]].
-      implementation: "auto" (Hopper kernels where they fit, else "reference"), "hopper", "interpret" or "reference".
+      implementation: "auto" (the device's kernels where they fit, else "reference"), "hopper", "tpu" (forward only; its
+        gradient is the reference's), "interpret" or "reference".
       rows_gradient: False treats the rows as constants: the backward pass does none of their gradient's work.
       deterministic: the rows' gradient is summed in the order of the queries, not by atomic adds, and so is the same in
         every run; slower.

@@ -276,7 +276,6 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     if len(argv) > 1 or values.config is None or values.workdir is None:
         fail(f"arguments {argv[1:]}; accepted: --config=FILE --workdir=DIR and --config.field=value")
-    cluster = None
     try:
         cluster = launch.find_cluster(
             os.environ,
@@ -286,14 +285,10 @@ def main(argv: list[str]) -> None:
         )
         set_devices(values.config, cluster.processes if cluster else 1)
         launch.join(cluster)
-        run(values.config, pathlib.Path(values.workdir))
+        with launch.ends_with_the_others(cluster):
+            run(values.config, pathlib.Path(values.workdir))
     except (ValueError, OSError) as error:
         fail(error)
-    except jax.errors.JaxRuntimeError as error:
-        if cluster is None:
-            raise
-        launch.say(f"error: {launch.describe(cluster)} lost the others ({str(error).splitlines()[0]}); {launch.RESUME}")
-        launch.leave(1)
     if launch.is_first():
         print(f"receipt: {pathlib.Path(values.workdir) / 'receipt.json'}")
 

@@ -4,10 +4,11 @@ Every process runs the same program on the same global arrays. What only one may
 folder) process 0 does in `on_first`; what must be alike everywhere is compared by `check_same`.
 """
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -173,6 +174,18 @@ def to_host(x: jax.Array) -> np.ndarray:
     if jax.process_count() == 1 or x.is_fully_replicated:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
+
+
+@contextlib.contextmanager
+def ends_with_the_others(cluster: Cluster | None) -> Iterator[None]:
+    """Ends this process, saying why and how to resume, where the block fails because another process has ended."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if cluster is None:
+            raise
+        say(f"error: {describe(cluster)} lost the others ({str(error).splitlines()[0]}); {RESUME}")
+        leave(1)
 
 
 def leave(code: int) -> NoReturn:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.bf16_parts import parts
 
 LOGITS = 2**29  # bytes of fp32 logits that exist at once, whatever T and v
-ROWS = 1024  # tokens of a block at most
+ROWS = 4096  # tokens of a block at most
 
 
 def block_rows(tokens: int, columns: int) -> int:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels.sparse_mla import api, reference, tpu
 
 
-@pytest.mark.parametrize("heads, k", [(8, 200), (3, 20)])
+@pytest.mark.parametrize("heads, k", [(3, 140)])
 def test_equals_the_reference_in_interpret_mode(heads, k):
     rng = np.random.default_rng()
     q, rows = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, heads, 160), (300, 160)))

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import tiny_models
 
-from longstraw_jax import exact_gradient, lora, replay, sharding, train
+from longstraw_jax import exact_gradient, lora, parallel, replay, sharding, train
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.evidence import parity
 from longstraw_jax.model import decoder
@@ -202,6 +202,25 @@ def test_memory_is_pages_gradient_pages_and_one_chunk():
     # A layer's rows and their gradient are transient: 2 of 8 layers.
     assert long.temp_size_in_bytes - short.temp_size_in_bytes < 0.3 * (many - few)
     assert long.alias_size_in_bytes >= many
+
+
+def test_gradient_pages_sum_in_fp32_whatever_the_pages_are():
+    """Each of 2,048 queries gives 1 to the one key that all select; a bf16 sum would stop growing at 256."""
+    queries, width = 2048, 8
+    q, tail = jnp.ones((1, queries, 1, width), jnp.bfloat16), jnp.zeros((1, queries, width), jnp.bfloat16)
+    pool, ids = jnp.ones((1, pages.PAGE, width), jnp.bfloat16), jnp.zeros((1, queries, 1), jnp.int32)
+
+    def attended(sink):
+        return parallel.attend_collecting(
+            q, pool, sink, jnp.asarray([0, 0]), tail, ids, jnp.int32(1),
+            scale=1.0, value_dim=width, strategy="gather_keys", axis=None,
+        )  # fmt: skip
+
+    before = jnp.full((1, 1, 1, pages.PAGE, width), 3.0)
+    (out, _), pull = jax.vjp(attended, before)
+    (after,) = pull((jnp.ones_like(out), before))
+    assert out.dtype == jnp.bfloat16 and after.dtype == jnp.float32
+    np.testing.assert_array_equal(after[0, 0, 0, 0], np.full(width, 2048 + 3.0))
 
 
 def test_bad_input_is_named():

@@ -1,137 +1,12 @@
-"""The doctor: everything that stands in a run's way at once, and the run refuses the same."""
+"""The doctor's command: a row a check, blockers last, and exit codes."""
 
-import pathlib
-import shutil
 import subprocess
 import sys
 
-import jax
-import pytest
 import tiny_jobs
-import train_grpo
 
-from longstraw_jax import fingerprint
-from longstraw_jax.evidence import doctor, prerequisites, topology
-from longstraw_jax.evidence.prerequisites import BLOCKER, NOT_CHECKED, OK
-
-ON_32 = {"mesh.devices": 32}
-CPU_32 = topology.parse("cpu:32")
-
-
-def examine(workdir=pathlib.Path("runs"), chips=None, hash_weights=False, **changes):
-    """Status and detail of every check."""
-    _, rows = prerequisites.examine(tiny_jobs.config(**changes), workdir, chips=chips, hash_weights=hash_weights)
-    found = {row.check: row[1:] for row in rows}
-    assert len(found) == len(rows)
-    return found
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A checkpoint of one's own to break."""
-    return shutil.copytree(tiny_jobs.checkpoint(), tmp_path / "checkpoint")
-
-
-def test_a_sound_run_has_no_blockers_and_nothing_is_left_unchecked(tmp_path):
-    found = examine(tmp_path / "gone", **ON_32)
-    assert {status for status, _ in found.values()} == {OK}
-    assert "32 of 32 cpu" in found["devices"][1]
-    assert " tensors in 1 files, 0.0 GB, all whole" in found["checkpoint files"][1]
-    assert "of 256 positions" in found["position window"][1]
-    assert not (tmp_path / "gone").exists()
-
-
-def test_every_blocker_is_listed_at_once_and_the_run_says_the_same(checkpoint, tmp_path):
-    (checkpoint / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    (checkpoint / "chat_template.jinja").unlink()
-    changes = {
-        "model.checkpoint": str(checkpoint),
-        "mesh.devices": 64,
-        "data.paths": ("gone.jsonl",),
-        "optimizer.b1": 1.0,
-        "grpo.group": 1,
-        "checkpoint.keep": 0,
-        "reward.functions": ("nope",),
-    }
-    found = examine(**changes)
-    blocked = {name: detail for name, (status, detail) in found.items() if status == BLOCKER}
-    assert "a Git LFS pointer" in blocked.pop("checkpoint files")
-    assert "no chat template" in blocked.pop("chat template")
-    assert "mesh.devices=64 is not available; accepted: 1 to 32" in blocked.pop("devices")
-    assert "gone.jsonl: no such file" in blocked.pop("dataset")
-    assert "optimizer.b1=1.0" in blocked.pop("optimizer")
-    assert "accepted: an integer of at least 2" in blocked.pop("policy")
-    assert "checkpoint.keep=0; accepted: at least 1" in blocked.pop("values 1")
-    assert blocked == {}
-    assert found["memory"][0] == found["rewards"][0] == NOT_CHECKED
-    with pytest.raises(ValueError) as error:
-        train_grpo.run(tiny_jobs.config(**changes), tmp_path / "run")
-    assert str(error.value).startswith("7 blockers: ")
-    for detail in (detail for status, detail in found.values() if status == BLOCKER):
-        assert detail in str(error.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_memory_is_judged_for_the_chips_asked_for():
-    """The tiny model fits a v5p and not a chip of a megabyte."""
-    config = tiny_jobs.config(**ON_32)
-    v5p = topology.parse("tpu:v5p:4x4x2")
-    for chips, status in ((v5p, OK), (v5p._replace(memory=1 << 20), BLOCKER)):
-        _, rows = prerequisites.examine(config, pathlib.Path("runs"), chips=chips)
-        row = next(row for row in rows if row.check == "memory")
-        assert row.status == status and "GB a device by formula" in row.detail and "tpu:v5p:4x4x2" in row.detail
-    assert "accepted: 0.00 GB (tpu:v5p:4x4x2)" in row.detail
-
-
-def test_memory_by_formula_is_what_the_run_then_holds():
-    """Base weights and pages of a device, as their arrays lie there."""
-    job = tiny_jobs.job(**ON_32)
-    need = prerequisites.memory_need(job.model, job.optimizer, job.policy, job.policy.capacity)
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(job.base))
-    assert need["base weights"] == held
-    assert all(size > 0 for size in need.values()) and "gradient pages" not in need
-
-
-def test_the_mesh_must_be_the_topologys():
-    found = examine(chips=CPU_32, **{"mesh.devices": 8})
-    assert found["devices"] == (BLOCKER, "mesh.devices=8 for topology cpu:32; accepted: 32")
-
-
-def test_a_disk_without_room_is_a_blocker(tmp_path):
-    """Adapters of a rank whose checkpoints no disk holds."""
-    status, detail = examine(tmp_path / "run", **{"lora.q_a.rank": 10**14})["disk"]
-    assert status == BLOCKER and f"workdir={tmp_path / 'run'}: " in detail and "bytes free; accepted: " in detail
-
-
-def test_a_longer_range_than_the_native_one_is_named():
-    found = examine(**{"grpo.max_new_tokens": 300, "model.yarn_positions": 1024})
-    status, detail = found["position window"]
-    assert status == OK and "of 1024 positions: " in detail and "beyond the native 256" in detail
-
-
-def test_hashes_are_compared_with_those_beside_the_checkpoint(checkpoint):
-    changes = {"model.checkpoint": str(checkpoint)}
-    assert "no SHA256SUMS" in examine(**changes)["checkpoint hashes"][1]
-    names = ("config.json", "model.safetensors")
-    lines = [f"{fingerprint.sha256_file(checkpoint / name)}  {name}\n" for name in names]
-    (checkpoint / "SHA256SUMS").write_text("".join(lines))
-    status, detail = examine(**changes)["checkpoint hashes"]
-    assert status == OK and detail == "1 files as in SHA256SUMS; 1 weight files not read (--hash_weights)"
-    data = bytearray((checkpoint / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(data)
-    assert examine(**changes)["checkpoint hashes"][0] == OK
-    status, detail = examine(hash_weights=True, **changes)["checkpoint hashes"]
-    assert status == BLOCKER and "model.safetensors: sha256 is" in detail
-    (checkpoint / "SHA256SUMS").write_text("".join([*lines, "0" * 64 + "  gone.json\n"]))
-    assert "gone.json of SHA256SUMS does not exist" in examine(**changes)["checkpoint hashes"][1]
-
-
-def test_a_truncated_checkpoint_is_found_by_its_size(checkpoint):
-    file = checkpoint / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    status, detail = examine(**{"model.checkpoint": str(checkpoint)})["checkpoint files"]
-    assert status == BLOCKER and "truncated" in detail
+from longstraw_jax.evidence import doctor, prerequisites
+from longstraw_jax.evidence.prerequisites import BLOCKER, OK
 
 
 def test_the_report_counts_and_ends_with_the_blockers(capsys):
@@ -142,7 +17,7 @@ def test_the_report_counts_and_ends_with_the_blockers(capsys):
 
 
 def test_the_command_judges_chips_that_are_not_here_and_refuses_bad_usage(tmp_path):
-    config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**ON_32))
+    config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**{"mesh.devices": 32}))
     command = [sys.executable, "-m", "longstraw_jax.evidence.doctor", f"--config={config}"]
 
     def call(*arguments):

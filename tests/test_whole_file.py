@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from longstraw_jax.io.whole_file import write_whole
+from longstraw_jax.io.whole_file import open_whole, write_whole
 
 
 def test_writes_makes_the_folder_and_replaces(tmp_path):
@@ -28,3 +28,16 @@ def test_full_disk_leaves_the_old_file_and_nothing_beside(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
+
+
+def test_a_stream_that_fails_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "x"
+    with open_whole(path) as file:
+        file.write(b"on")
+        assert not path.exists()
+        file.write(b"e")
+    assert path.read_bytes() == b"one"
+    with pytest.raises(RuntimeError), open_whole(path) as file:
+        file.write(b"half")
+        raise RuntimeError("no more text")
+    assert path.read_bytes() == b"one" and [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -25,17 +25,13 @@ from tqdm import tqdm
 
 from longstraw_jax import fingerprint, launch, lora, sharding, train
 from longstraw_jax.command import fail, parse_flags
-from longstraw_jax.evidence import memory, plots, prerequisites, receipt
+from longstraw_jax.evidence import kernels, memory, plots, prerequisites, receipt
 from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics
 from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.prefix import freshness
 from longstraw_jax.rl import rewards
 from longstraw_jax.types import Params
-
-# Which code ran each operation, as receipts record it.
-KERNELS = {op: "reference" for op in ("indexer_topk", "sparse_mla", "grouped_matmul", "chunked_logprob")}
-
 
 TRAINABLE_FILE = "trainable.json"  # which arrays train, their shapes and targets
 
@@ -257,7 +253,7 @@ def finish(job: Job, workdir: pathlib.Path, adapters: Params) -> dict[str, Any]:
         workdir,
         config=plain(job.config),
         mesh_shape={sharding.AXIS: job.model.devices},
-        kernels=KERNELS,
+        kernels=kernels.implementations(job.model),
         weights_fingerprint=job.base_sha,
         dataset_files=dataset.files | prompt_file,
         dataset_counts={

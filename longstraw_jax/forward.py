@@ -46,6 +46,7 @@ def forward(
         query_index=index,
         length=jnp.int32(0),
         attention=model.attention,
+        kernels=model.kernels,
         gate=gate,
         detach=detach,
         collect=collect,
@@ -82,4 +83,5 @@ def logprobs(
     """Log-probability of ids[1:] and the entropies they were drawn at; options as in `forward`."""
     hidden, _ = forward(model, base, adapters, ids[None], **options)
     pair = nnx.merge(model.graphdef, base).head_pair(adapters, model.lora)
-    return parallel.token_logprobs(hidden[0, :-1], ids[1:], base["lm_head"]["weight"], pair, temperature, None)
+    args = (hidden[0, :-1], ids[1:], base["lm_head"]["weight"], pair, temperature, None)
+    return parallel.token_logprobs(*args, implementation=model.kernels)

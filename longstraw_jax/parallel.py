@@ -5,6 +5,7 @@ whole mesh would. Each public step maps its whole body over the mesh once (`mapp
 of it: inside the body they would come out multiplied by the axis size.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax import sharding
 from longstraw_jax.types import PAGE
-from pallas_kernels.chunked_logprob import reference as chunked_logprob
-from pallas_kernels.grouped_matmul import reference as grouped_matmul
+from pallas_kernels.chunked_logprob.api import softmax_statistics
+from pallas_kernels.grouped_matmul.api import adapted_grouped_matmul, grouped_matmul
 from pallas_kernels.indexer_topk import reference as indexer_topk
-from pallas_kernels.sparse_mla import reference as sparse_mla
-from pallas_kernels.sparse_mla.api import sparse_mla_backward
+from pallas_kernels.indexer_topk.api import index_topk
+from pallas_kernels.sparse_mla.api import merge_partial, sparse_mla, sparse_mla_backward
 
-SELECT_BLOCK = 64  # queries scored at once
 EXPERT_ROWS = 8192  # rows that a device may receive whatever the routing, before passes are bounded
 
 
@@ -107,16 +107,17 @@ def local_rows(ids: Int[Array, "*lead"], length: Int[Array, ""], axis: str | Non
     return jnp.where(owned, (page // axis_size(axis)) * PAGE + row, -1)
 
 
-def _blocks(fn, args, block, axis=0):
-    """fn over blocks of the leading axis of args, results joined along `axis`: what it holds in between is bounded."""
-    t = args[0].shape[0]
-    if t <= block:
-        return fn(args)
-    pad = -t % block
-    padded = [jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1)).reshape(-1, block, *a.shape[1:]) for a in args]
-    blocks = jnp.moveaxis(jax.lax.map(fn, tuple(padded)), 0, axis)
-    joined = blocks.reshape(*blocks.shape[:axis], -1, *blocks.shape[axis + 2 :])
-    return jax.lax.slice_in_dim(joined, 0, t, axis=axis)
+def with_tail(rows: Float[Array, "S W"], tail: Float[Array, "T W"], length: Int[Array, ""]) -> Float[Array, "S+T W"]:
+    """The prompt's rows with a chunk's own behind token `length - 1`: row i is then token i. A transient copy."""
+    room = jnp.concatenate([rows, jnp.zeros(tail.shape, rows.dtype)])
+    return jax.lax.dynamic_update_slice_in_dim(room, tail.astype(rows.dtype), length, axis=0)
+
+
+def local_length(length: Int[Array, ""], axis: str | None) -> Int[Array, ""]:
+    """How many of a prompt's `length` tokens lie on this device: the first rows of its pages."""
+    n, me = axis_size(axis), axis_index(axis)
+    whole, rest = length // PAGE, length % PAGE
+    return (whole - me + n - 1) // n * PAGE + jnp.where(whole % n == me, rest, 0)
 
 
 def _packed(scores, ids):
@@ -126,19 +127,6 @@ def _packed(scores, ids):
 
 def _unpacked(message):
     return message[0], jax.lax.bitcast_convert_type(message[1], jnp.int32)
-
-
-def _tail_candidates(q, w, keys, query_index, k):
-    """The best keys of each row's own tail, [B, T, K]: tail row j is visible to query t iff j <= query_index[t]."""
-
-    def block(keys, q, w, index):
-        visible = jnp.arange(keys.shape[0]) <= index[:, None]
-        return _packed(*indexer_topk.select(indexer_topk.index_scores(q, w, keys), visible, k))
-
-    def row(keys, *queries):
-        return _blocks(lambda args: block(keys, *args), queries, SELECT_BLOCK, axis=1)
-
-    return _unpacked(jax.vmap(row, out_axes=1)(keys, q, w, query_index))
 
 
 def select(
@@ -152,6 +140,7 @@ def select(
     *,
     strategy: str,
     axis: str | None,
+    implementation: str = "auto",
 ) -> Int[Array, "B T K"]:
     """The min(k, visible) keys of largest index score for each query, over the prompt and the sequence's own tail.
 
@@ -162,36 +151,41 @@ def select(
       pages: this device's index keys of the prompt, None for no prompt.
       tail: the sequences' own keys, whole on this device.
       query_index: tail row of each query, -1 for padding (which selects nothing).
-      strategy: "gather_keys" (many queries: keys travel) or "merge_candidates" (few: queries and candidates travel).
+      strategy: "gather_keys" (many queries of one sequence: keys travel) or "merge_candidates" (few: queries and
+        candidates travel).
+      implementation: see pallas_kernels.indexer_topk.api.
     """
     b, t = query_index.shape
-    tail_scores, tail_ids = _tail_candidates(q, w, tail, query_index, k)
+    best = functools.partial(index_topk, implementation=implementation)
+    if pages is not None and strategy == "gather_keys":
+        _check_rows(b)
+        keys = with_tail(flat_pages(pages, axis), tail[0], length)
+        limit = jnp.where(query_index[0] >= 0, length + query_index[0] + 1, 0)
+        return best(q[0], w[0], keys, limit, k)[1][None]
+    tail_scores, tail_ids, _ = jax.vmap(lambda *row: best(*row, k))(q, w, tail, query_index + 1)
     if pages is None:
         return tail_ids
+
     tail_scores, tail_ids = (x.reshape(b * t, -1) for x in (tail_scores, tail_ids))
-    q, w, real = q.reshape(b * t, *q.shape[2:]), w.reshape(b * t, -1), (query_index >= 0).reshape(-1)
-    here = axis if strategy == "merge_candidates" else None
-    n, me = axis_size(here), axis_index(here)
-    keys = flat_pages(pages, axis) if here is None else pages.reshape(-1, pages.shape[-1])
-    rows = jnp.arange(keys.shape[0])
-    position = ((rows // PAGE) * n + me) * PAGE + rows % PAGE  # ascending, so local ties go to the lowest position too
-
-    def best(args):
-        (qw,) = args
-        scores, ids = indexer_topk.select(
-            indexer_topk.index_scores(qw[..., :-1], qw[..., -1], keys), (position < length)[None], k
-        )
-        return _packed(scores, jnp.where(ids < 0, -1, position[jnp.where(ids < 0, 0, ids)]))
-
-    # One message there (fp32, which rounds no weight) and one back; nothing travels where the keys have come here.
-    message = jnp.concatenate([q.astype(jnp.float32), w[..., None]], axis=-1)
-    found = _blocks(best, (gather(message, here, 0),), SELECT_BLOCK, axis=1)
-    scores, ids = _unpacked(exchange(found, here, 1, 2))  # [B T, devices * K]: my queries, all candidates
-    ids = jnp.where(real[:, None], ids, -1)
+    # One message there (fp32, which rounds nothing) and one back.
+    message = jnp.concatenate([q.astype(jnp.float32), w[..., None].astype(jnp.float32)], axis=-1)
+    message = gather(message.reshape(b * t, *message.shape[2:]), axis, 0)
+    keys, own = pages.reshape(-1, pages.shape[-1]), local_length(length, axis)
+    limit = jnp.full(message.shape[:1], own, jnp.int32)
+    scores, rows, _ = best(message[..., :-1].astype(q.dtype), message[..., -1], keys, limit, k)
+    ids = jnp.where(rows < 0, -1, (rows // PAGE * axis_size(axis) + axis_index(axis)) * PAGE + rows % PAGE)
+    # [B T, devices * K]: my queries, all candidates.
+    scores, ids = _unpacked(exchange(_packed(scores, ids), axis, 1, 2))
+    ids = jnp.where((query_index >= 0).reshape(-1, 1), ids, -1)
     scores = jnp.where(ids < 0, -jnp.inf, scores)
     tail_ids = jnp.where(tail_ids < 0, -1, length + tail_ids)
     scores, ids = (jnp.concatenate(x, axis=-1) for x in ((scores, tail_scores), (ids, tail_ids)))
     return indexer_topk.merge(scores, ids, k)[1].reshape(b, t, -1)
+
+
+def _check_rows(rows):
+    if rows != 1:
+        raise ValueError(f"{rows} sequences with strategy='gather_keys'; accepted: 1, as each has a tail of its own")
 
 
 def attend(
@@ -205,16 +199,25 @@ def attend(
     value_dim: int,
     strategy: str,
     axis: str | None,
+    implementation: str = "auto",
 ) -> Float[Array, "B T N R"]:
     """Sparse latent attention over selected prompt rows and tail rows; arguments as in `select`.
 
-    *merge-candidates*: each device attends to the selected rows it owns, partial results merge by log-sum-exp.
+    *merge-candidates*: each device attends to the selected rows it owns, partial results merge by log-sum-exp. The
+    pages are constants to autodiff (`attend_collecting` gives their gradient).
     """
+    opts = dict(scale=scale, value_dim=value_dim, implementation=implementation)
+    if pages is not None:
+        pages = jax.lax.stop_gradient(pages)
+        if strategy == "gather_keys":
+            _check_rows(q.shape[0])
+            rows = with_tail(flat_pages(pages, axis), tail[0], length)
+            return sparse_mla(q[0], rows, ids[0], **opts)[0][None].astype(q.dtype)
 
-    def read(q, ids, across):
-        return *sparse_mla.sparse_mla(q, flat_pages(pages, across), ids, scale=scale, value_dim=value_dim), None
+    def read(q, ids):
+        return *sparse_mla(q, pages, ids, rows_gradient=False, **opts), None
 
-    return _attend(read if pages is not None else None, q, tail, ids, length, scale, value_dim, strategy, axis)[0]
+    return _attend(read if pages is not None else None, q, tail, ids, length, axis, opts)[0]
 
 
 def attend_collecting(
@@ -230,6 +233,7 @@ def attend_collecting(
     value_dim: int,
     strategy: str,
     axis: str | None,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "R J pages 64 W"]]:
     """`attend` that also collects the pages' gradient.
 
@@ -241,18 +245,26 @@ def attend_collecting(
       sink: fp32, returned as it is; its values are never read.
       place: which layer's pages these are in it.
     """
+    opts = dict(scale=scale, value_dim=value_dim, implementation=implementation)
+    if strategy == "gather_keys":
+        _check_rows(q.shape[0])
+        chunk = _chunk_collecting(axis, opts)
+        out, sink = chunk(q[0], pages, sink, place, tail[0], ids[0], length)
+        return out[None].astype(q.dtype), sink
+    return _attend(
+        lambda q, ids: _pages_collecting(opts)(q, pages, sink, place, ids), q, tail, ids, length, axis, opts
+    )
 
-    def read(q, ids, across):
-        return _read_collecting(scale, value_dim, across)(q, pages, sink, place, ids)
 
-    return _attend(read, q, tail, ids, length, scale, value_dim, strategy, axis)
+def _backward_options(opts):
+    return {name: opts[name] for name in ("scale", "implementation")}
 
 
-def _read_collecting(scale, value_dim, axis):
-    """sparse_mla over `flat_pages(pages, axis)` as `attend_collecting` needs it."""
+def _pages_collecting(opts):
+    """sparse_mla over this device's pages as `attend_collecting` needs it."""
 
     def found(q, pages, sink, place, ids):
-        return *sparse_mla.sparse_mla(q, flat_pages(pages, axis), ids, scale=scale, value_dim=value_dim), sink
+        return *sparse_mla(q, pages, ids, **opts), sink
 
     def forward(q, pages, sink, place, ids):
         # Not by way of `collecting`: as one opaque call it would make every layer keep the sink for recomputation.
@@ -262,10 +274,8 @@ def _read_collecting(scale, value_dim, axis):
     def backward(kept, cotangents):
         q, pages, place, ids, out, lse = kept
         d_out, d_lse, collected = cotangents
-        rows, layer = flat_pages(pages, axis), collected[place[0], place[1]]
-        start = layer.reshape(rows.shape) if axis is None else jnp.zeros(rows.shape, jnp.float32)
-        d_q, total = sparse_mla_backward(q, rows, ids, out, lse, d_out, d_lse, start, scale=scale)
-        layer = total.reshape(layer.shape) if axis is None else layer + scatter_pages(total, axis)
+        layer = collected[place[0], place[1]]
+        d_q, layer = sparse_mla_backward(q, pages, ids, out, lse, d_out, d_lse, layer, **_backward_options(opts))
         return d_q, None, collected.at[place[0], place[1]].set(layer), None, None
 
     collecting = jax.custom_vjp(found)
@@ -273,27 +283,53 @@ def _read_collecting(scale, value_dim, axis):
     return collecting
 
 
-def _attend(read, q, tail, ids, length, scale, value_dim, strategy, axis):
-    """Attention over the tail and, unless None, over what `read(q, ids, axis)` finds: out, log-sum-exp, sink."""
+def _chunk_collecting(axis, opts):
+    """A chunk's attention over `with_tail(flat_pages(pages, axis), tail, length)` likewise."""
+
+    def found(q, pages, sink, place, tail, ids, length):
+        out, lse = sparse_mla(q, with_tail(flat_pages(pages, axis), tail, length), ids, **opts)
+        return (out, sink), lse
+
+    def forward(q, pages, sink, place, tail, ids, length):
+        (out, sink), lse = found(q, pages, sink, place, tail, ids, length)
+        return (out, sink), (q, pages, place, tail, ids, length, out, lse)
+
+    def backward(kept, cotangents):
+        q, pages, place, tail, ids, length, out, lse = kept
+        d_out, collected = cotangents
+        layer = collected[place[0], place[1]]
+        rows = with_tail(flat_pages(pages, axis), tail, length)
+        # The chunk's own rows get a sum of their own; what the gradient pages hold for them was this chunk's seed.
+        prompt_rows = rows.shape[0] - tail.shape[0]
+        start = layer.reshape(prompt_rows, -1) if axis is None else jnp.zeros((prompt_rows, rows.shape[1]), jnp.float32)
+        start = with_tail(start, jnp.zeros(tail.shape, jnp.float32), length)
+        args = (q, rows, ids, out, lse, d_out, jnp.zeros_like(lse), start)
+        d_q, total = sparse_mla_backward(*args, **_backward_options(opts))
+        d_tail = jax.lax.dynamic_slice_in_dim(total, length, tail.shape[0], axis=0)
+        earlier = jnp.where(jnp.arange(prompt_rows)[:, None] < length, total[:prompt_rows], 0.0)
+        layer = earlier.reshape(layer.shape) if axis is None else layer + scatter_pages(earlier, axis)
+        return d_q, None, collected.at[place[0], place[1]].set(layer), None, d_tail.astype(tail.dtype), None, None
+
+    collecting = jax.custom_vjp(lambda *args: found(*args)[0])
+    collecting.defvjp(forward, backward)
+    return collecting
+
+
+def _attend(read, q, tail, ids, length, axis, opts):
+    """Attention over the tail and, unless None, over what `read` finds in this device's pages: out, sink."""
     b, t, heads, width = q.shape
-    opts = dict(scale=scale, value_dim=value_dim)
     tail_ids = jnp.where(ids >= length, ids - length, -1)
-    own = jax.vmap(lambda q, rows, ids: sparse_mla.sparse_mla(q, rows, ids, **opts))(q, tail, tail_ids)
+    own = jax.vmap(lambda q, rows, ids: sparse_mla(q, rows, ids, **opts))(q, tail, tail_ids)
     own = tuple(x.reshape(b * t, *x.shape[2:]) for x in own)
     if read is None:
         return own[0].reshape(b, t, heads, -1).astype(q.dtype), None
     q_flat, ids_flat = q.reshape(b * t, heads, width), ids.reshape(b * t, -1)
-    if strategy == "gather_keys" or axis is None:
-        prompt_ids = jnp.where(ids_flat < length, ids_flat, -1)
-        out, lse, sink = read(q_flat, prompt_ids, axis)
-        out, lse = out[None], lse[None]
-    else:
-        rows = local_rows(gather(ids_flat, axis, 0), length, axis)
-        out, lse, sink = read(gather(q_flat, axis, 0), rows, None)
-        # My queries' partial results from every device, [devices, B T, ..]; the log-sum-exp is the last column.
-        partial = exchange(jnp.concatenate([out, lse[..., None]], axis=-1)[None], axis, 1, 0)
-        out, lse = partial[..., :-1], partial[..., -1]
-    out, _ = sparse_mla.merge_partial(jnp.concatenate([out, own[0][None]]), jnp.concatenate([lse, own[1][None]]))
+    rows = local_rows(gather(ids_flat, axis, 0), length, axis)
+    out, lse, sink = read(gather(q_flat, axis, 0), rows)
+    # My queries' partial results from every device, [devices, B T, ..]; the log-sum-exp is the last column.
+    partial = exchange(jnp.concatenate([out, lse[..., None]], axis=-1)[None], axis, 1, 0)
+    out, lse = partial[..., :-1], partial[..., -1]
+    out, _ = merge_partial(jnp.concatenate([out, own[0][None]]), jnp.concatenate([lse, own[1][None]]))
     return out.reshape(b, t, heads, -1).astype(q.dtype), sink
 
 
@@ -313,21 +349,18 @@ def expert_room(tokens: int, chosen: int, local_experts: int, devices: int, load
     return room, -(-most // room)
 
 
-def _expert_rows(rows, expert, experts, pairs, gate):
+def _expert_rows(rows, expert, experts, pairs, gate, implementation):
     """Each row through its expert of this device; expert numbers past the last give 0."""
     count = experts["gate_proj"].shape[0]
     sizes = jnp.bincount(expert, length=count + 1)[:count]
 
     def apply(name, rows):
-        y = grouped_matmul.grouped_matmul(rows, experts[name], sizes)
-        if name in pairs:
-            a, b, scale = pairs[name]
-            low = grouped_matmul.grouped_matmul(rows.astype(jnp.float32), a, sizes)
-            delta = scale * grouped_matmul.grouped_matmul(low, b, sizes)
-            if gate is not None:
-                delta = jnp.where(gate[:, None], delta, 0.0)
-            y = (y.astype(jnp.float32) + delta).astype(y.dtype)
-        return y
+        if name not in pairs:
+            options = dict(weights_gradient=False, implementation=implementation)
+            return grouped_matmul(rows, experts[name], sizes, **options)
+        a, b, scale = pairs[name]
+        options = dict(scale=scale, gate=gate, implementation=implementation)
+        return adapted_grouped_matmul(rows, experts[name], a, b, sizes, **options)
 
     return apply("down_proj", jax.nn.silu(apply("gate_proj", rows)) * apply("up_proj", rows))
 
@@ -342,6 +375,7 @@ def routed_experts(
     axis: str | None,
     *,
     load: float = 2.0,
+    implementation: str = "auto",
 ) -> Float[Array, "T D"]:
     """sum_k weights * expert(x), dropless at any imbalance.
 
@@ -355,6 +389,7 @@ def routed_experts(
       pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale.
       gate: switches the updates per token.
       load: see `expert_room`.
+      implementation: see pallas_kernels.grouped_matmul.api.
     """
     (t, k), n, local_experts = ids.shape, axis_size(axis), experts["gate_proj"].shape[0]
     room, passes = expert_room(t, k, local_experts, n, load)
@@ -375,11 +410,11 @@ def routed_experts(
         expert = (place[:, None] >= received[:, None, :]).sum(-1).reshape(-1)  # e for no row
         row_gate = None if gate is None else exchange(gate[token], axis, 0, 0).reshape(-1)
         if axis is None:  # one sender: in order already
-            out = _expert_rows(rows, expert, experts, pairs, row_gate)
+            out = _expert_rows(rows, expert, experts, pairs, row_gate, implementation)
         else:
             by_expert = jnp.argsort(expert, stable=True)
             row_gate = None if gate is None else row_gate[by_expert]
-            out = _expert_rows(rows[by_expert], expert[by_expert], experts, pairs, row_gate)
+            out = _expert_rows(rows[by_expert], expert[by_expert], experts, pairs, row_gate, implementation)
             back = jnp.zeros_like(by_expert).at[by_expert].set(jnp.arange(n * room), unique_indices=True)
             out = out[back]
         out = exchange(out.reshape(n, room, -1), axis, 0, 0).reshape(n * room, -1)
@@ -402,15 +437,12 @@ def routed_experts(
     return (y.reshape(t, k, -1).astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
 
 
-def _head_logits(hidden, head, pair, axis):
-    """fp32 logits of this device's slice of the vocabulary, [T, v]."""
-    logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-    if pair is not None:
-        b = jax.lax.dynamic_slice_in_dim(pair.b, axis_index(axis) * head.shape[1], head.shape[1], axis=1)
-        highest = jax.lax.Precision.HIGHEST
-        low = jnp.matmul(hidden.astype(jnp.float32), pair.a, precision=highest)
-        logits = logits + pair.scale * jnp.matmul(low, b, precision=highest)
-    return logits
+def _own_pair(pair, head, axis):
+    """The head's low-rank update for this device's slice of the vocabulary: a, b, scale."""
+    if pair is None:
+        return None, None, 1.0
+    width = head.shape[1]
+    return pair.a, jax.lax.dynamic_slice_in_dim(pair.b, axis_index(axis) * width, width, axis=1), pair.scale
 
 
 def token_logprobs(
@@ -420,18 +452,18 @@ def token_logprobs(
     pair: Any | None,
     temperature: float | Float[Array, ""],
     axis: str | None,
+    *,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
     """fp32 log-probability of each target and entropy, under softmax(logits / temperature) over the whole vocabulary.
 
     Logits are sharded over the vocabulary and made a block of tokens at a time: never [T, V] anywhere.
     """
-    first = axis_index(axis) * head.shape[1]
-    top, total, weighted, picked = chunked_logprob.softmax_statistics(
-        lambda h: _head_logits(h, head, pair, axis) / temperature,
-        gather(hidden, axis, 0),
-        gather(targets, axis, 0),
-        first,
-    )
+    a, b, scale = _own_pair(pair, head, axis)
+    top, total, weighted, picked = softmax_statistics(
+        gather(hidden, axis, 0), head, gather(targets, axis, 0), axis_index(axis) * head.shape[1],
+        a=a, b=b, scale=scale, temperature=temperature, implementation=implementation,
+    )  # fmt: skip
     if axis is not None:
         highest = jax.lax.pmax(top, axis)
         rescale = jnp.exp(top - highest)
@@ -446,5 +478,10 @@ def logits(
     hidden: Float[Array, "T D"], head: Float[Array, "D v"], pair: Any | None, axis: str | None
 ) -> Float[Array, "T V"]:
     """Whole rows of fp32 logits of this device's tokens; for sampling, where T is one token a member."""
-    mine = _head_logits(gather(hidden, axis, 0), head, pair, axis)
+    hidden, (a, b, scale) = gather(hidden, axis, 0), _own_pair(pair, head, axis)
+    mine = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    if a is not None:
+        highest = jax.lax.Precision.HIGHEST
+        low = jnp.matmul(hidden.astype(jnp.float32), a, precision=highest)
+        mine = mine + scale * jnp.matmul(low, b, precision=highest)
     return exchange(mine, axis, 0, 1)

@@ -113,6 +113,7 @@ def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, tempe
             attention=model.attention,
             expert_load=model.expert_load,
             prefix_store=model.prefix_store,
+            kernels=model.kernels,
         )
         trunk = nnx.merge(model.graphdef, base)
         hidden, _, _, sinks = trunk.collecting(
@@ -125,7 +126,8 @@ def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, tempe
             remat=model.remat,
         )
         head, pair = trunk.lm_head.weight[...], trunk.head_pair(adapters, model.lora)
-        return *parallel.token_logprobs(hidden[0], targets, head, pair, temperature, axis), sinks
+        args = (hidden[0], targets, head, pair, temperature, axis)
+        return *parallel.token_logprobs(*args, implementation=model.kernels), sinks
 
     token = P(sharding.AXIS)
     specs = (

@@ -75,6 +75,7 @@ def decode_step(
         attention=model.attention,
         expert_load=model.expert_load,
         prefix_store=model.prefix_store,
+        kernels=model.kernels,
         offset=step,
         keep="cache",
     )

@@ -27,6 +27,7 @@ class Model:
       remat: recompute each layer in the backward pass, keeping only its input.
       expert_load: rows of a pass of the experts' all-to-all in units of the mean load, see parallel.expert_room.
       prefix_store: where a prompt's pages rest: "device", or "host" (pinned memory, a layer staged at a time).
+      kernels: of the operations in pallas_kernels: "auto" (the device's where they serve) or "reference".
     """
 
     config: config_lib.ModelConfig
@@ -37,6 +38,7 @@ class Model:
     remat: bool = True
     expert_load: float = 2.0
     prefix_store: str = "device"
+    kernels: str = "auto"
 
     @property
     def devices(self) -> int:

@@ -118,6 +118,7 @@ FIELDS = {
     "steps": (4, logged, RUN),
     "model.checkpoint": (another_checkpoint, loaded(lambda job: job.base_sha), {}),
     "model.latent_norm_eps": (1e-3, loaded(lambda job: job.model.config.latent_norm_eps), {}),
+    "model.kernels": ("reference", loaded(lambda job: job.model.kernels), {}),
     "model.yarn_positions": (512, loaded(lambda job: job.model.config.rope_parameters), {}),
     "mesh.devices": (2, loaded(lambda job: job.model.devices), {}),
     "data.paths": (lambda: (another_dataset(),), loaded(lambda job: job.dataset.rows), {}),

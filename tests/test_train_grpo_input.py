@@ -134,6 +134,7 @@ BAD = {
         ["--config.model.checkpoint={folder}/no_dense"],
         ["lora.targets='dense' matches no module", "accepted: [", "'routed'"],
     ),
+    "unknown kernels": (["--config.model.kernels=fast"], ["kernels='fast'", "accepted: 'auto' or 'reference'"]),
     "negative rank": (["--config.lora.q_a.rank=-1"], ["lora.q_a.rank", "-1"]),
     "tokenizer larger than the vocabulary": (
         ["--config.model.checkpoint={folder}/narrow"],

@@ -13,6 +13,7 @@ def get_config() -> ConfigDict:
             "model": {
                 "checkpoint": "",  # a Hugging Face directory: config.json, safetensors, tokenizer, chat template
                 "latent_norm_eps": 0.0,  # eps of the two latent norms; 0: rms_norm_eps, as the vendor's code
+                "kernels": "auto",  # the device's where they serve; "reference": plain jnp everywhere
                 "yarn_positions": 0,  # opt in to a longer position range; 0: the checkpoint's own
             },
             "mesh": {

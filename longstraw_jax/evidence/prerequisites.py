@@ -185,9 +185,10 @@ def _architecture_line(config: config_lib.ModelConfig) -> str:
 
 
 def _model(config: ConfigDict, architecture: config_lib.ModelConfig, adapters: config_lib.LoraConfig, _: str) -> Model:
-    """The model on its mesh. Raises ShardingError or LoraError."""
+    """The model on its mesh. Raises ShardingError, LoraError or ValueError."""
     lora.sites(architecture, adapters)
-    return decoder.make_model(architecture, mesh=sharding.make_mesh(config.mesh.devices), lora=adapters)
+    mesh = sharding.make_mesh(config.mesh.devices)
+    return decoder.make_model(architecture, mesh=mesh, lora=adapters, kernels=config.model.kernels)
 
 
 def _mesh_line(model: Model) -> str:

@@ -33,7 +33,7 @@ class Pass:
       strategy: "gather_keys" or "merge_candidates", see parallel.select.
       split: what the mesh splits: "tokens" (one sequence over all devices) or "rows" (whole sequences).
       attention: "absorbed" or "expanded".
-      expert_load, prefix_store: as in types.Model.
+      expert_load, prefix_store, kernels: as in types.Model.
       offset: decode only: tail row of the first query in the layer's tail cache.
       keep: what a layer hands back: "nothing"; "cache" (its extended tail); "rows" (the tail rows in keep_rows).
       keep_rows: tail rows this device keeps, for "rows".
@@ -53,6 +53,7 @@ class Pass:
     attention: str = "absorbed"
     expert_load: float = 2.0
     prefix_store: str = "device"
+    kernels: str = "auto"
     offset: Int[Array, ""] | None = None
     keep: str = "nothing"
     keep_rows: Int[Array, "kept"] | None = None
@@ -129,7 +130,7 @@ class Block(nnx.Module):
             key_tail = run.tail(k, caches[1])
             selection = parallel.select(
                 q, w, pages[1], key_tail, run.length, run.query_index, self.config.index_topk,
-                strategy=run.strategy, axis=run.axis,
+                strategy=run.strategy, axis=run.axis, implementation=run.kernels,
             )  # fmt: skip
             # Kept for the backward pass and for the shared layers: scoring the whole prompt twice is what costs.
             selection = checkpoint_name(selection, "selection")
@@ -145,7 +146,7 @@ class Block(nnx.Module):
             q = self.self_attn.absorb(q_nope, q_pe, pairs)
             opts = dict(
                 scale=self.config.softmax_scale, value_dim=self.config.kv_lora_rank,
-                strategy=run.strategy, axis=run.axis,
+                strategy=run.strategy, axis=run.axis, implementation=run.kernels,
             )  # fmt: skip
             collected = None
             if sink is None:
@@ -177,6 +178,7 @@ class Block(nnx.Module):
             flat, ids, weights, {name: getattr(self.mlp.experts, name)[...] for name in names},
             {name: pairs[f"mlp.experts.{name}"][:3] for name in names if f"mlp.experts.{name}" in pairs},
             None if run.gate is None else run.gate.reshape(-1), run.axis, load=run.expert_load,
+            implementation=run.kernels,
         )  # fmt: skip
         y = routed.reshape(h.shape)
         if self.config.n_shared_experts:

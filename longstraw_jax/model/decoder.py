@@ -211,17 +211,20 @@ def make_model(
     remat: bool = True,
     expert_load: float = 2.0,
     prefix_store: str = "device",
+    kernels: str = "auto",
 ) -> Model:
     """The static half of a model; see types.Model for the fields.
 
     Raises:
       ShardingError: the mesh does not divide a dimension that it shards, by name.
-      ValueError: unknown `attention` or `prefix_store`, or `expert_load` below 1.
+      ValueError: unknown `attention`, `prefix_store` or `kernels`, or `expert_load` below 1.
     """
     if attention not in ("absorbed", "expanded"):
         raise ValueError(f"attention={attention!r} is not supported; accepted: 'absorbed' or 'expanded'")
     if prefix_store not in ("device", "host"):
         raise ValueError(f"prefix_store={prefix_store!r} is not supported; accepted: 'device' or 'host'")
+    if kernels not in ("auto", "reference"):
+        raise ValueError(f"kernels={kernels!r} is not supported; accepted: 'auto' or 'reference'")
     if not expert_load >= 1:
         raise ValueError(f"expert_load={expert_load}; accepted: 1 (the mean) or more")
     graphdef, state = abstract(config)
@@ -230,7 +233,7 @@ def make_model(
         for size, name in zip(variable.shape, variable.get_metadata("axes"), strict=True):
             if name is not None:
                 sharding.check_divides(f"{'.'.join(map(str, path))} dimension '{name}'", size, devices)
-    return Model(config, graphdef, mesh, lora, attention, remat, expert_load, prefix_store)
+    return Model(config, graphdef, mesh, lora, attention, remat, expert_load, prefix_store, kernels)
 
 
 def param_specs(config: ModelConfig) -> Params:

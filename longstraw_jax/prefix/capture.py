@@ -70,6 +70,7 @@ def run_chunk(
         attention=model.attention,
         expert_load=model.expert_load,
         prefix_store=model.prefix_store,
+        kernels=model.kernels,
         keep="rows",
         keep_rows=kept,
         keep_selection=keep_selection,

@@ -28,7 +28,9 @@ MAIN = tiny_jobs.EXPERIMENTS / "train_grpo.py"
 def start(folder, arguments):
     """A process a list of arguments; what they say goes to FOLDER/<number>.err and .out."""
     unwanted = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR")  # a cache serves process 0 alone
-    environment = {k: v for k, v in os.environ.items() if k not in unwanted} | {"PYTHONPATH": str(TESTS)}
+    environment = {k: v for k, v in os.environ.items() if k not in unwanted} | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
     started = []
     for number, given in enumerate(arguments):
         with open(folder / f"{number}.out", "w") as out, open(folder / f"{number}.err", "w") as err:

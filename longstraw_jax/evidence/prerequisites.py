@@ -262,6 +262,7 @@ def memory_need(
         *(("gradient pages",) if have.page_grads is not None else ()),
     )  # fmt: skip
     need = {name: plan.shard_bytes(tree)["device"] for name, tree in kinds.items()}
+    need["a member's gradients"] = need["gradients"]
     capacity, chunk = pages.page_count(tokens, model.devices) * PAGE, min(policy.chunk, tokens)
     chunk = -(-chunk // model.devices) * model.devices
     need["capture"] = plan.capture_estimate(model.config, chunk, capacity, model.devices, model.expert_load)

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from longstraw_jax import fingerprint
+from longstraw_jax import fingerprint, launch
 
 
 class CheckpointError(ValueError):
@@ -83,8 +83,15 @@ def save(
 
 
 def latest_step(directory: str | os.PathLike) -> int | None:
-    """The newest committed step in `directory`; None if it holds none or does not exist."""
-    return max(_steps(Path(directory).absolute()), default=None)
+    """The newest committed step in `directory`; None if it holds none or does not exist.
+
+    Raises:
+      LaunchError: the processes of the run do not see the same.
+    """
+    found = max(_steps(Path(directory).absolute()), default=None)
+    # All have looked before any goes on and makes the folder: Orbax waits for every process where it exists.
+    launch.check_same(f"the latest checkpoint in {directory}, which all processes share", found)
+    return found
 
 
 def restore(

@@ -2,8 +2,8 @@
 
 python experiments/compile_plan.py --config=glm52 --tokens=2097152 --topology=tpu:v5p:4x4x2 --out=runs/plan
 
-Writes plan.json and plan.png to --out. Exit status: 0 all programs compiled and fit, 1 something does not fit, 2 bad
-input.
+Writes plan.json and plan.png to --out after each program, and keeps from an earlier run there what the same code
+compiled of the same plan. Exit status: 0 all programs compiled and fit, 1 something does not fit, 2 bad input.
 """
 
 import importlib.metadata
@@ -11,6 +11,7 @@ import json
 import pathlib
 import platform
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import make_tiny_checkpoint
@@ -62,8 +63,12 @@ def parse_groups(text: str) -> tuple[int, ...]:
     return groups
 
 
-def run(values: flags.FlagValues, progress: Any) -> dict[str, Any]:
-    """Compiles and returns the receipt. Raises ValueError for bad input, before anything compiles."""
+def run(values: flags.FlagValues, done: Callable[[str, dict[str, Any]], None]) -> dict[str, Any]:
+    """Compiles and returns the receipt. Raises ValueError for bad input, before anything compiles.
+
+    Args:
+      done: called with a program's name and the receipt so far.
+    """
     chips = topology.parse(values.topology)
     if values.response < 1:
         raise ValueError(f"response={values.response}; accepted: at least 1")
@@ -90,14 +95,12 @@ def run(values: flags.FlagValues, progress: Any) -> dict[str, Any]:
     only = tuple(values.programs.split(",")) if values.programs else None
     if only is not None and (unknown := set(only) - set(known)):
         raise ValueError(f"programs={sorted(unknown)} are not known; accepted: {known}")
-    reports = plan.run_plan(model, optimizer, sizes, chips.memory, only=only, progress=progress)
     have = plan_programs.resident(model, optimizer, sizes.tokens, sizes.mode)
-    return {
+    bound = {
         "claim": "capacity by the compiler: nothing was executed",
         "code": receipt.describe_code(pathlib.Path(plan.__file__).parents[1]),
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "command": [name for name in sys.argv[1:] if not name.startswith("--out")],
         "config": values.config,
         "config_sha256": fingerprint.sha256_json(plan_report.plain(config)),
         "positions": config.max_position_embeddings,
@@ -106,10 +109,30 @@ def run(values: flags.FlagValues, progress: Any) -> dict[str, Any]:
         "sizes": plan_report.plain(sizes) | {"rank": values.rank},
         "prefix_store": values.prefix_store,
         "imbalance": values.imbalance,
-        "programs": reports,
-        "peak": plan_report.peak(reports),
         "needs": None if chips.memory is None else plan_needs.needs(model, have, sizes.tokens, chips.memory),
     }
+    reports = _kept(values.out, bound)
+
+    def receipt_so_far():
+        ordered = {name: reports[name] for name in known if name in reports}
+        return bound | {"programs": ordered, "peak": plan_report.peak(ordered)}
+
+    def progress(name, report):
+        reports[name] = report
+        done(name, receipt_so_far())
+
+    plan.run_plan(model, optimizer, sizes, chips.memory, only=only, progress=progress)
+    return receipt_so_far()
+
+
+def _kept(out: str | None, bound: dict[str, Any]) -> dict[str, Any]:
+    """Reports in --out of the same plan, by the same code."""
+    path = pathlib.Path(out or "") / "plan.json"
+    if not out or not path.is_file():
+        return {}
+    found = json.loads(path.read_text())
+    same = all(found.get(name) == json.loads(json.dumps(value)) for name, value in bound.items())
+    return dict(found["programs"]) if same and not bound["code"]["dirty"] else {}
 
 
 def _version(name: str) -> str | None:
@@ -124,16 +147,21 @@ def command(values: flags.FlagValues, arguments: list[str]) -> int:
     try:
         if arguments or values.tokens is None or values.topology is None:
             raise ValueError(f"arguments {arguments}; accepted: --config=NAME --tokens=N --topology=NAME --out=DIR")
-        result = run(values, lambda name, report: print(plan_report.line(name, report), flush=True))
-        if values.out:
-            out = pathlib.Path(values.out)
-            write_whole(out / "plan.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
-            write_whole(out / "plan.png", plan_report.picture(result))
+        result = run(values, lambda name, result: _write(values.out, name, result))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(plan_report.table(result)))
     return 1 if any(report["fits"] is False for report in result["programs"].values()) else 0
+
+
+def _write(out: str | None, name: str, result: dict[str, Any]) -> None:
+    """Says that a program is done, and writes the receipt and the picture so far."""
+    print(plan_report.line(name, result["programs"][name]), flush=True)
+    if out:
+        receipt_text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+        write_whole(pathlib.Path(out) / "plan.json", receipt_text.encode())
+        write_whole(pathlib.Path(out) / "plan.png", plan_report.picture(result))
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -11,7 +11,9 @@ _BYTES |= {"bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8
 _SHAPE = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
-_CALLED = re.compile(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"constant\((\d+)\)")
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[(\d+),(\d+)\])")
@@ -47,18 +49,34 @@ def _called(line: str) -> Iterator[str]:
         yield from (name.strip().lstrip("%") for name in (match[1] or match[2]).split(","))
 
 
+def _trips(loop: Instruction, computations: dict[str, list[Instruction]]) -> int:
+    """Turns of a while loop: as annotated, or the constant that its condition counts up to; 1 if it depends on data."""
+    if known := _TRIPS.search(loop.line):
+        return int(known[1])
+    condition = computations.get(_CONDITION.search(loop.line)[1], ())
+    constants = {name: int(value[1]) for name, _, op, line in condition if (value := _CONSTANT.search(line))}
+    for instruction in condition:
+        if instruction.op == "compare" and "direction=LT" in instruction.line:
+            named = [constants[x] for x in re.findall(r"%([\w.\-]+)", instruction.line) if x in constants]
+            return named[0] if named else 1
+    return 1
+
+
 def _runs(entry: str, computations: dict[str, list[Instruction]]) -> dict[str, int]:
-    """How often each computation runs: loops by their known trip counts (1 if unknown), every branch once a time."""
+    """How often each computation runs. A conditional in a loop counts once a loop, every branch of it."""
     times: dict[str, int] = defaultdict(int)
-    pending = [(entry, 1)]
+    pending = [(entry, 1, 1)]  # with the count outside the innermost loop
     while pending:
-        name, count = pending.pop()
+        name, count, outside = pending.pop()
         times[name] += count
         for instruction in computations.get(name, ()):
-            trips = 1
-            if instruction.op == "while" and (known := _TRIPS.search(instruction.line)):
-                trips = int(known[1])
-            pending += [(called, count * trips) for called in _called(instruction.line)]
+            if instruction.op == "while":
+                turns = count * _trips(instruction, computations)
+                pending += [(called, turns, count) for called in _called(instruction.line)]
+            elif instruction.op == "conditional":
+                pending += [(called, outside, outside) for called in _called(instruction.line)]
+            else:
+                pending += [(called, count, outside) for called in _called(instruction.line)]
     return times
 
 
@@ -91,7 +109,8 @@ def received_bytes(op: str, result: int, participants: int) -> float:
 def collective_bytes(text: str, devices: int) -> dict[str, float]:
     """Bytes that one device receives in a run of the program, by kind of collective.
 
-    Loops without a known trip count (a decode's) count as one turn; branches all count.
+    A loop that depends on data (a decode's) counts one turn; a conditional in a loop (passes of the experts beyond the
+    stated load) counts once a loop.
     """
     entry, computations = _computations(text)
     total: dict[str, float] = defaultdict(float)

@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from longstraw_jax.evidence.plan_programs import Kinds, Program, Sizes, programs
 from longstraw_jax.evidence.traced_flops import traced_flops
 from longstraw_jax.prefix import pages
 from longstraw_jax.types import PAGE, Model
+from pallas_kernels.indexer_topk import reference as indexer_topk
 
 HOST = "host"  # memory kind of what rests in pinned host memory
 _RESOURCES = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
@@ -67,7 +69,7 @@ def capture_estimate(config: ModelConfig, chunk: int, capacity: int, devices: in
     gathered = 2 * (capacity + chunk) * (c.latent_dim + c.index_head_dim) * item
     layer = sum(plan_costs.gathered_weight_bytes(c).values()) // c.num_hidden_layers
     experts = 3 * d * f * c.n_routed_experts // devices * item
-    scores = parallel.SELECT_BLOCK * (capacity + chunk) * 4 * 4
+    scores = indexer_topk.QUERIES * (indexer_topk.KEYS + c.index_topk) * 4 * 4
     room, _ = parallel.expert_room(tokens, c.num_experts_per_tok, c.n_routed_experts // devices, devices, load)
     rows = devices * room * (5 * d * item + 2 * d * 4 + 3 * f * item)
     rows += tokens * c.num_experts_per_tok * d * (2 * item + 4)
@@ -107,7 +109,8 @@ def compile_program(program: Program, devices: int, memory: int | None) -> dict[
     Returns:
       JSON values: "bytes" of a device by kind ("temporaries" None where the compiler refused), "host_bytes",
       "device_total", "fits" and "over_bytes" against `memory`, "refused" (the compiler's words or None), "flops" and
-      "received_bytes" by formula, as traced and as the compiler says, "seconds" and "compiler_memory_bytes".
+      "received_bytes" by formula, as traced and as the compiler says, "seconds" (of the wall, and of all cores) and
+      "compiler_memory_bytes", the process's peak so far.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
@@ -118,7 +121,7 @@ def compile_program(program: Program, devices: int, memory: int | None) -> dict[
     start = time.perf_counter()
     traced = program.trace()
     lowered = traced.lower()
-    ready = time.perf_counter()
+    ready, ready_cpu = time.perf_counter(), time.process_time()
     report: dict[str, Any] = {
         "flops": {"formula": program.flops, "formula_routed_experts": program.expert_flops, "compiler": None}
         | {f"traced_{kind}": count for kind, count in traced_flops(traced.jaxpr.jaxpr)._asdict().items()},
@@ -147,7 +150,7 @@ def compile_program(program: Program, devices: int, memory: int | None) -> dict[
         report["flops"]["compiler"] = costs.get("flops")
         report["received_bytes"]["compiler"] = hlo_report.collective_bytes(text, devices)
         report["largest_arrays"] = [list(row) for row in hlo_report.largest_arrays(text)]
-    done = time.perf_counter()
+    done, done_cpu = time.perf_counter(), time.process_time()
     total = sum(held.values()) + sum(x or 0 for x in made.values())
     over = None if memory is None else max(0, total - memory)
     return report | {
@@ -156,7 +159,7 @@ def compile_program(program: Program, devices: int, memory: int | None) -> dict[
         "device_total": total,
         "over_bytes": over,
         "fits": None if memory is None else report["refused"] is None and over == 0,
-        "seconds": {"trace": ready - start, "compile": done - ready},
+        "seconds": {"trace": ready - start, "compile": done - ready, "compile_cpu": done_cpu - ready_cpu},
         "compiler_memory_bytes": peak_bytes()[0],
     }
 
@@ -168,7 +171,7 @@ def run_plan(
     memory: int | None,
     *,
     only: tuple[str, ...] | None = None,
-    progress: Any = None,
+    progress: Callable[[str, dict[str, Any]], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Compiles the transaction's programs one after the other; see `compile_program`.
 

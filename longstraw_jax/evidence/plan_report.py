@@ -70,7 +70,8 @@ def line(name: str, report: Report) -> str:
     """What is known when a program is done."""
     seconds = report["seconds"]
     return (
-        f"{name}: traced in {seconds['trace']:.1f} s, compiled in {seconds['compile']:.1f} s, "
+        f"{name}: traced in {seconds['trace']:.1f} s, compiled in {seconds['compile']:.1f} s "
+        f"({seconds['compile_cpu']:.1f} s of a core), "
         f"{report['device_total'] / GB:.1f} GB a device, {_verdict(report)}"
     )
 

@@ -48,8 +48,13 @@ KNOWN = {
         Topology("cpu:32", "cpu", "32", 32, None),
     )
 }
-# What the TPU compiler would otherwise ask a machine with TPUs.
-_TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}
+# What the TPU compiler would otherwise ask a machine with TPUs; nothing is run, so that several may compile at once.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_ID": "0",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 _TPU_ACCELERATOR = {"v5p": "v5p-64", "v6e": "v6e-32", "v5e": "v5litepod-32"}
 
 

@@ -3,7 +3,9 @@
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import Jaxpr
+from jaxtyping import Int
 
 
 class Flops(NamedTuple):
@@ -21,28 +23,34 @@ class Flops(NamedTuple):
 def traced_flops(jaxpr: Jaxpr) -> Flops:
     """Of every matrix product; inside a mapped body, of one device.
 
-    Compilers count a loop's body once; here a scan counts as often as it turns. A while loop counts one turn, of a
-    conditional the dearest branch.
+    Compilers count a loop's body once; here a scan counts as often as it turns. A while loop counts one turn; a
+    conditional counts its dearest branch, in a scan (passes of the experts beyond the stated load) once for all turns.
     """
-    counted = [_equation_flops(equation) for equation in jaxpr.eqns]
-    return Flops(sum(c.dense for c in counted), sum(c.grouped for c in counted))
+    return Flops(*np.sum(_counted(jaxpr), axis=0).tolist())
 
 
-def _equation_flops(equation: Any) -> Flops:
+def _counted(jaxpr: Jaxpr) -> Int[np.ndarray, "2 2"]:
+    """Rows: what always runs, what is conditional. Columns: dense, grouped."""
+    return sum((_equation(equation) for equation in jaxpr.eqns), np.zeros((2, 2), np.int64))
+
+
+def _equation(equation: Any) -> Int[np.ndarray, "2 2"]:
     name, params = equation.primitive.name, equation.params
+    none = np.zeros(2, np.int64)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         left = equation.invars[0].aval.shape
-        return Flops(2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[d] for d in contracted), 0)
+        dense = 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)
+        return np.asarray([[dense, 0], [0, 0]])
     if name == "ragged_dot_general":
-        return Flops(0, _grouped(equation))
+        return np.asarray([[0, _grouped(equation)], [0, 0]])
     if name == "scan":
-        once = traced_flops(params["jaxpr"].jaxpr)
-        return Flops(*(params["length"] * count for count in once))
+        always, conditional = _counted(params["jaxpr"].jaxpr)
+        return np.stack([params["length"] * always + conditional, none])
     if name == "cond":
-        return max((traced_flops(branch.jaxpr) for branch in params["branches"]), key=sum)
-    inner = [traced_flops(each) for value in params.values() for each in _jaxprs(value)]
-    return Flops(sum(c.dense for c in inner), sum(c.grouped for c in inner))
+        return np.stack([none, max((_counted(b.jaxpr).sum(0) for b in params["branches"]), key=sum)])
+    inner = [_counted(each) for value in params.values() for each in _jaxprs(value)]
+    return sum(inner, np.zeros((2, 2), np.int64))
 
 
 def _grouped(equation: Any) -> int:

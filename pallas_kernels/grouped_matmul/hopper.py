@@ -99,8 +99,9 @@ def grouped_matmul(
     steps = (depth + (0 if low is None else low.shape[1])) // STEP
     stages = min(8, SMEM // (STEP * (TILE + width) * x.dtype.itemsize))
     piece = 128 // jnp.dtype(out_dtype).itemsize
-    if interpret or rows % ALIGN:
-        pad = ((0, TILE if interpret else -rows % ALIGN), (0, 0))  # the card reads rows past the end as 0
+    if interpret or rows % ALIGN or rows < TILE:
+        # The card reads rows past the end as 0.
+        pad = ((0, TILE if interpret else max(-rows % ALIGN, TILE - rows)), (0, 0))
         x, low = jnp.pad(x, pad), None if low is None else jnp.pad(low, pad)
     block = (width, STEP) if transposed else (STEP, width)
 

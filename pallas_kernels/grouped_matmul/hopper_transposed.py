@@ -38,8 +38,9 @@ def transposed_grouped_matmul(
     piece = 128 // jnp.dtype(out_dtype).itemsize
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    if interpret or rows % ALIGN:
-        pad = ((0, STEP if interpret else -rows % ALIGN), (0, 0))  # the card reads rows past the end as 0
+    if interpret or rows % ALIGN or rows < STEP:
+        # The card reads rows past the end as 0.
+        pad = ((0, STEP if interpret else max(-rows % ALIGN, STEP - rows)), (0, 0))
         x, y = jnp.pad(x, pad), jnp.pad(y, pad)
 
     def kernel(starts_gmem, ends_gmem, x_gmem, y_gmem, out_gmem):

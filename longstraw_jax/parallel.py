@@ -465,7 +465,7 @@ def token_logprobs(
         a=a, b=b, scale=scale, temperature=temperature, implementation=implementation,
     )  # fmt: skip
     if axis is not None:
-        highest = jax.lax.pmax(top, axis)
+        highest = jax.lax.pmax(jax.lax.stop_gradient(top), axis)
         rescale = jnp.exp(top - highest)
         sums = jnp.stack([total * rescale, weighted * rescale, picked], axis=-1)
         total, weighted, picked = jnp.moveaxis(scatter_sum(sums, axis, 0), -1, 0)

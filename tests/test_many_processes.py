@@ -159,8 +159,7 @@ def test_a_killed_process_ends_the_others_within_a_minute(found):
 def test_i1_the_main_job_in_four_processes_killed_and_resumed_is_that_of_one(tmp_path):
     """Two steps on 32 devices, process 1 killed after the first. Compiles in every process: minutes on two cores."""
     changes = {"mesh.devices": 32, "reward.functions": ("tiny_rewards:mean_byte",)}
-    with tiny_jobs.programs_on_disk():
-        one = tiny_jobs.train_grpo.run(tiny_jobs.config(**changes), tmp_path / "one")
+    one = tiny_jobs.train_grpo.run(tiny_jobs.config(**changes), tmp_path / "one")
     config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**changes | {"mesh.emulate": True}))
     run = tmp_path / "four"
 

@@ -21,12 +21,6 @@ NO_SIGNAL_OUT = GRPOConfig(beta=0.04, aggregation="sequence_mean", zero_variance
 TRUNCATED_OUT = GRPOConfig(beta=0.04, aggregation="fixed_length", mask_truncated=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _programs():
-    with tiny_jobs.programs_on_disk():
-        yield
-
-
 @functools.cache
 def job():
     return tiny_jobs.job(**{"reward.functions": ("exact_match",)})

@@ -25,12 +25,6 @@ TESTS = pathlib.Path(__file__).parent
 MAIN = tiny_jobs.EXPERIMENTS / "train_grpo.py"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _programs():
-    with tiny_jobs.programs_on_disk():
-        yield
-
-
 def read(folder):
     """Step records without what a clock or the machine decides."""
     steps = metrics.read_steps(folder / "steps.jsonl")
@@ -112,7 +106,6 @@ def test_i1_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(long_
     config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**changes))
     command = [sys.executable, str(MAIN), f"--config={config}", f"--workdir={tmp_path / 'run'}"]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "JAX_NUM_CPU_DEVICES": "32"}
-    environment |= {name.upper(): str(value) for name, value in tiny_jobs.CACHE_SETTINGS.items()}
     log = tmp_path / "run" / "steps.jsonl"
 
     def lines():

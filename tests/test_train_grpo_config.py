@@ -17,12 +17,6 @@ from longstraw_jax.io import metrics
 from longstraw_jax.rl import advantages, masks, objectives, rewards
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _programs():
-    with tiny_jobs.programs_on_disk():
-        yield
-
-
 @functools.cache
 def tiny_job():
     return tiny_jobs.job()

@@ -1,6 +1,5 @@
 """A tiny checkpoint, rows and configuration of the main job; equal shapes, so that all tests share its programs."""
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -8,8 +7,6 @@ import pathlib
 import sys
 import tempfile
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
@@ -27,10 +24,6 @@ RAW = make_tiny_checkpoint.CONFIG | {
     "max_position_embeddings": 256,
 }
 _FOLDER = tempfile.TemporaryDirectory(prefix="tiny_jobs_")
-CACHE_SETTINGS = {
-    "jax_compilation_cache_dir": str(pathlib.Path(_FOLDER.name) / "programs"),
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-}
 
 
 def defaults() -> ConfigDict:
@@ -115,18 +108,3 @@ def leaves(made: ConfigDict, name: str = "") -> dict[str, object]:
     for key, value in made.items():
         found |= leaves(value, f"{name}{key}.") if isinstance(value, ConfigDict) else {name + key: value}
     return found
-
-
-@contextlib.contextmanager
-def programs_on_disk():
-    """Keeps what compiles meanwhile in a folder that other processes can read."""
-    compilation_cache.reset_cache()
-    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
-    for name, value in CACHE_SETTINGS.items():
-        jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()

@@ -189,6 +189,10 @@ def test_a_report_adds_up_and_refuses_what_does_not_fit():
     assert found["device_total"] == sum(known) and found["fits"] and found["over_bytes"] == 0
     small = plan.run_plan(reduced(), OPTIMIZER, SIZES, found["device_total"] - 7, only=("capture",))["capture"]
     assert not small["fits"] and small["over_bytes"] == 7
+    tiny = plan.run_plan(reduced(), OPTIMIZER, SIZES, 1000, only=("capture",))["capture"]
+    resident = sum(size for size in tiny["bytes"].values() if size is not None)
+    assert tiny["refused"] == f"not compiled: what is resident alone is over by {resident - 1000} bytes"
+    assert tiny["over_bytes"] == resident - 1000 and tiny["bytes"]["temporaries"] is None and not tiny["fits"]
 
 
 @pytest.mark.parametrize("name", ["capture", "replay"])

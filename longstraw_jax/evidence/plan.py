@@ -106,6 +106,8 @@ def _kind_bytes(kinds: Kinds) -> dict[str, dict[str, int]]:
 def compile_program(program: Program, devices: int, memory: int | None) -> dict[str, Any]:
     """Compiles one program and reports it; a refusal for memory is a result too.
 
+    What cannot fit before any temporaries is not compiled.
+
     Returns:
       JSON values: "bytes" of a device by kind ("temporaries" None where the compiler refused), "host_bytes",
       "device_total", "fits" and "over_bytes" against `memory`, "refused" (the compiler's words or None), "flops" and
@@ -120,7 +122,6 @@ def compile_program(program: Program, devices: int, memory: int | None) -> dict[
     hosted = {name: found[HOST] for name, found in (arguments | beside).items() if found[HOST]}
     start = time.perf_counter()
     traced = program.trace()
-    lowered = traced.lower()
     ready, ready_cpu = time.perf_counter(), time.process_time()
     report: dict[str, Any] = {
         "flops": {"formula": program.flops, "formula_routed_experts": program.expert_flops, "compiler": None}
@@ -130,13 +131,17 @@ def compile_program(program: Program, devices: int, memory: int | None) -> dict[
         "largest_arrays": [],
     }
     made = {"outputs": None, "temporaries": None, "code": None, "layout padding": None}
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if not _RESOURCES.search(str(error)):
-            raise
-        report["refused"] = str(error).splitlines()[0]
+    compiled = None
+    if memory is not None and sum(held.values()) > memory:
+        report["refused"] = f"not compiled: what is resident alone is over by {sum(held.values()) - memory} bytes"
     else:
+        try:
+            compiled = traced.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if not _RESOURCES.search(str(error)):
+                raise
+            report["refused"] = str(error).splitlines()[0]
+    if compiled is not None:
         stats = compiled.memory_analysis()
         logical = sum(found["device"] for found in arguments.values())
         made = {

@@ -83,7 +83,8 @@ def choose_chunk(
 ) -> int:
     """The largest chunk, a power of two times a page a device, whose capture takes a third of the free memory.
 
-    The rest covers what the formula leaves out. Larger chunks gather every layer's pages less often. The smallest where nothing is free or no memory is given.
+    The rest covers what the formula leaves out. Larger chunks gather every layer's pages less often. The smallest where
+    nothing is free or no memory is given.
     """
     row = PAGE * model.devices
     have = resident(model, optimizer, tokens, mode)

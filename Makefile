@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 DEMO_DIR ?= runs/demo
 
-.PHONY: test test-hf demo lint clean
+.PHONY: test test-hf test-aot demo lint clean
 
 $(VENV)/.installed: setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
@@ -21,6 +21,15 @@ test: $(VENV)/.installed lint
 test-hf: $(VENV)/.installed
 	$(PY) -m pip install --quiet --editable '.[hf]'
 	$(PY) -m pytest -m hf
+
+# Compiles one full-size capture chunk for 32 TPUs that need not be there (installs libtpu; minutes of two cores).
+test-aot: $(VENV)/.installed
+	$(PY) -m pip install --quiet --editable '.[tpu]'
+	$(PY) -m pytest -m aot
+
+# The main job in four processes, one of them killed, resumed (minutes of compilation).
+test-processes: $(VENV)/.installed
+	$(PY) -m pytest -m processes
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

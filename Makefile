@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 DEMO_DIR ?= runs/demo
 
-.PHONY: test test-hf test-aot demo lint clean
+.PHONY: test test-hf test-aot test-processes demo lint clean
 
 $(VENV)/.installed: setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...")'

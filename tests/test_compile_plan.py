@@ -86,4 +86,5 @@ def test_a_full_size_capture_chunk_compiles_for_32_tpus(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "plan.json").read_text())["programs"]["capture"]
     assert found["fits"] and 46e9 < found["bytes"]["base weights"] < 47e9
-    assert found["seconds"]["compile"] < 300 and found["compiler_memory_bytes"] < 16e9
+    # Five minutes of two cores, however busy these are with something else.
+    assert found["seconds"]["compile_cpu"] < 600 and found["compiler_memory_bytes"] < 16e9

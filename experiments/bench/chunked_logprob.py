@@ -4,10 +4,9 @@ import time
 
 import jax
 import jax.numpy as jnp
+from bench.indexer_topk import seconds_of
 
 from pallas_kernels.chunked_logprob import api
-
-from .indexer_topk import seconds_of
 
 D, V, RANK = 6144, 154_880, 8  # GLM-5.2
 SHAPES = ((4096, V), (512, V), (64, V), (2048, V // 32))  # tokens, columns; the last is one of 32 devices

@@ -6,10 +6,9 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench.indexer_topk import seconds_of
 
 from pallas_kernels.grouped_matmul import api, hopper_transposed, reference
-
-from .indexer_topk import seconds_of
 
 D, F, RANK = 6144, 2048, 8  # GLM-5.2's experts
 XLA_SHARE = 16  # XLA expands rows by the number of groups: it gets so small a share, its time is scaled

@@ -11,9 +11,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from .grouped_matmul import D, F, group_sizes
-from .indexer_topk import seconds_of
+from bench.grouped_matmul import D, F, group_sizes
+from bench.indexer_topk import seconds_of
 
 HEADS, WIDTH, VALUES, K = 64, 576, 512, 2048  # GLM-5.2's attention
 QUERIES, LATENTS = 2112, 2**20

@@ -57,7 +57,8 @@ def softmax_statistics(
     Returns fp32: the largest logit m (no gradient), sum exp(l - m), sum exp(l - m) l, and the target's logit (0 where
     the target lies in another slice). Slices combine by rescaling the sums to a common m.
 
-    Differentiable in hidden, a and b; head and temperature are constants. Sums are fp32, and fp32 inputs are not
+    Differentiable in hidden, a, b and head, where a head that is not differentiated costs nothing and one that is a sum
+    of its shape in fp32; temperature is a constant. Sums are fp32, and fp32 inputs are not
     rounded anywhere. With bf16 inputs the cotangent of the logits is rounded to bf16, and the fp32 factors' products
     are off by at most 2^-16 of each term. Temporaries stay below 1 GiB, whatever T and v. Works under jit, scan,
     remat, vmap and shard_map.
@@ -71,7 +72,7 @@ def softmax_statistics(
       ValueError: shapes or types do not fit, or an unknown implementation.
     """
     _check(hidden, head, targets, a, b)
-    head, temperature = jax.lax.stop_gradient((head, jnp.asarray(temperature, jnp.float32)))
+    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     first = jnp.asarray(first, jnp.int32)
     if backend(implementation) == "xla":
         pair = None if a is None else (a, b)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.bf16_parts import parts
@@ -100,7 +101,7 @@ def softmax_statistics(
 ) -> tuple[Float[Array, "T"], Float[Array, "T"], Float[Array, "T"], Float[Array, "T"]]:
     """What `reference.softmax_statistics` gives, for logits (hidden head + scale (hidden a) b) / temperature.
 
-    Gradients go to hidden, a and b alone. The cotangent of a bf16 block's logits is rounded to bf16 for the products.
+    Differentiable in hidden, head, a and b. The cotangent of a bf16 block's logits is rounded to bf16 for the products.
     """
 
     def step(_, block):
@@ -110,16 +111,26 @@ def softmax_statistics(
     return _by_blocks(step, None, block_rows(hidden.shape[0], head.shape[1]), hidden, targets)[1]
 
 
-def _forward(hidden, head, pair, targets, first, temperature, scale):
+def _forward(*primals):
+    """The rule's inputs say which of them are differentiated: a constant head gets no gradient's work."""
+    *wrapped, scale = primals
+    hidden, head, pair, targets, first, temperature = jax.tree.map(lambda x: x.value, wrapped, is_leaf=_is_primal)
     out = softmax_statistics(hidden, head, pair, targets, first, temperature, scale)
     # Named here, inside the rule, so that a remat policy that saves them does not run the products twice.
     out = tuple(checkpoint_name(x, "softmax_statistics") for x in out)
-    return out, (hidden, head, pair, targets, first, temperature, out[0])
+    d_head = jnp.zeros(head.shape, jnp.float32) if wrapped[1].perturbed else None
+    sums = jax.tree.map(jnp.zeros_like, pair), d_head
+    return out, (hidden, head, pair, targets, first, temperature, out[0], sums)
+
+
+def _is_primal(x):
+    return hasattr(x, "perturbed")
 
 
 def _backward(scale, saved, cotangents):
-    hidden, head, pair, targets, first, temperature, top = saved
+    hidden, head, pair, targets, first, temperature, top, sums = saved
     dtype = hidden.dtype
+    cotangents = [jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents[1:]]
 
     def step(sums, block):
         hidden, targets, top, d_total, d_weighted, d_picked = block
@@ -127,7 +138,9 @@ def _backward(scale, saved, cotangents):
         mine = jnp.arange(head.shape[1]) == (targets - first)[:, None]
         d = jnp.exp(logits - top[:, None]) * (d_total[:, None] + d_weighted[:, None] * (1 + logits))
         d = ((d + jnp.where(mine, d_picked[:, None], 0.0)) / temperature).astype(dtype)
-        d_hidden = _matmul(d, head.T)
+        d_hidden, (d_pair, d_head) = _matmul(d, head.T), sums
+        if d_head is not None:
+            d_head += _matmul(hidden.T, d)
         if pair is not None:
             a, b = pair
             rank = a.shape[1]
@@ -135,14 +148,14 @@ def _backward(scale, saved, cotangents):
             d_hidden += _matmul(_left(d_low, dtype=dtype, axis=1), _right(a, dtype=dtype, axis=1).T)
             low = _pair(_low(hidden, a, scale), dtype=dtype, axis=1)
             d_a = _sum_parts(_matmul(hidden.T, _pair(d_low, dtype=dtype, axis=1)), rank, 1)
-            sums = sums[0] + d_a, sums[1] + _sum_parts(_matmul(low.T, d), rank, 0)
-        return sums, d_hidden.astype(dtype)
+            d_pair = d_pair[0] + d_a, d_pair[1] + _sum_parts(_matmul(low.T, d), rank, 0)
+        return (d_pair, d_head), d_hidden.astype(dtype)
 
-    rows = block_rows(hidden.shape[0], head.shape[1])
-    sums = jax.tree.map(jnp.zeros_like, pair)
     # A block's padding has cotangents of 0, but its logits must stay finite too: top of padding is 0, logits are 0.
-    sums, d_hidden = _by_blocks(step, sums, rows, hidden, targets, top, *cotangents[1:])
-    return d_hidden, None, sums, None, None, None
+    rows = block_rows(hidden.shape[0], head.shape[1])
+    (d_pair, d_head), d_hidden = _by_blocks(step, sums, rows, hidden, targets, top, *cotangents)
+    d_head = None if d_head is None else d_head.astype(head.dtype)
+    return d_hidden, d_head, d_pair, None, None, None
 
 
-softmax_statistics.defvjp(_forward, _backward)
+softmax_statistics.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config.data.prompt_tokens = 16_384
     config.grpo.mode = "frozen"  # one capture serves every step
     config.grpo.group = 8
-    config.grpo.max_new_tokens = 8
+    config.grpo.max_new_tokens = 16
     config.capture.chunk = 2048
     config.reward.functions = ("digit_share",)
     for target in config.lora:

@@ -118,6 +118,7 @@ class Block(nnx.Module):
           intermediates.
         """
         extras: dict[str, Array] = {}
+        collected = None
         h = self.input_layernorm(x)
         qr, q_nope, q_pe, latent = self.self_attn.project(h, run.cos, run.sin, pairs)
         tail = run.tail(latent, caches[0])
@@ -148,7 +149,6 @@ class Block(nnx.Module):
                 scale=self.config.softmax_scale, value_dim=self.config.kv_lora_rank,
                 strategy=run.strategy, axis=run.axis, implementation=run.kernels,
             )  # fmt: skip
-            collected = None
             if sink is None:
                 out = parallel.attend(q, pages[0], tail, selection, run.length, **opts)
             else:

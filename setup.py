@@ -38,6 +38,7 @@ setuptools.setup(
         "numpy>=2.0,<3",
         "optax>=0.2.8,<0.3",
         "orbax-checkpoint>=0.12.8,<0.13",
+        "packaging>=24",
         "pyarrow>=17,<27",
         "safetensors>=0.5,<0.9",
         "tensorboardX>=2.6,<3",

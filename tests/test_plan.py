@@ -214,6 +214,13 @@ def test_no_array_is_larger_than_a_block_of_scores_or_one_gathered_layer(name):
     assert bound < SIZES.chunk // 32 * SIZES.tokens * 4 / 2  # no device's [C, S]
 
 
+def test_a_group_of_8_costs_what_a_group_of_2_does():
+    """The replay's program does not know the group; a device decodes one member either way, with its own tail."""
+    small, large = (report(f"sample {group}") for group in SIZES.groups)
+    few, many = (found["bytes"]["temporaries"] for found in (small, large))
+    assert abs(few - many) < 0.02 * few
+
+
 def test_what_it_needs_falls_with_the_base_in_fp8_and_pages_on_hosts():
     model = reduced()
     have = plan_programs.resident(model, OPTIMIZER, SIZES.tokens, "detached")

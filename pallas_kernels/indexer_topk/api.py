@@ -6,9 +6,9 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.indexer_topk import hopper, hopper_select, reference
+from pallas_kernels.indexer_topk import hopper, hopper_select, reference, tpu
 
-IMPLEMENTATIONS = ("auto", "hopper", "interpret", "reference")
+IMPLEMENTATIONS = ("auto", "hopper", "tpu", "interpret", "reference")
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in the device kind: compute capability 9.0
 PAGE = 64
 
@@ -39,7 +39,7 @@ def index_topk(
       q: queries, bf16 or fp32. w: their heads' weights, both scales folded in; used in fp32.
       keys: rows in order of position, or pages of 64 of them. limit: int32, 0 <= limit <= S.
       page_table: page of positions 64 j ... 64 j + 63, int32; S is then 64 N. Without it pages are in order.
-      implementation: "auto" takes "hopper" where it serves, else "reference"; any other name serves or raises.
+      implementation: "auto" takes "hopper" or "tpu" where it serves, else "reference"; any other name serves or raises.
         "interpret", for tests, runs hopper's selection on the host, from the reference's scores.
       debug: check page_table and limit on the device as well, where they are not known before.
     Returns:
@@ -66,6 +66,8 @@ def index_topk(
         if keys.ndim == 2:
             keys = jnp.pad(keys, ((0, -length % PAGE), (0, 0))).reshape(-1, PAGE, keys.shape[-1])
         pages = table[0].astype(jnp.int32) if table else None
+        if name == "tpu":
+            return tpu.index_topk(q, w, keys, pages, limit, min(k, length))
         return hopper.index_topk(q, w, keys, pages, limit, min(k, length), interpret=name == "interpret")
 
     scores, ids = run(*inputs, limit, *table)
@@ -73,18 +75,22 @@ def index_topk(
 
 
 def backend(q: Array, keys: Array, k: int, implementation: str = "auto") -> str:
-    """The implementation that `index_topk` runs for these arguments: "hopper", "interpret" or "reference".
+    """The implementation that `index_topk` runs for these arguments: "hopper", "tpu", "interpret" or "reference".
 
     Raises:
       ValueError: a named implementation cannot serve them.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: {implementation!r}; accepted are {', '.join(IMPLEMENTATIONS)}")
-    if implementation == "reference":
-        return implementation
-    obstacle = _obstacle(q, keys, k) or (_no_hopper() if implementation != "interpret" else None)
+    obstacles = {
+        "hopper": lambda: _obstacle(q, keys, k) or _absent(HOPPER),
+        "tpu": lambda: _tpu_obstacle(q, keys) or _absent(("TPU",)),
+        "interpret": lambda: _obstacle(q, keys, k),
+        "reference": lambda: None,
+    }
     if implementation == "auto":
-        return "reference" if obstacle else "hopper"
+        return next(name for name in ("hopper", "tpu", "reference") if obstacles[name]() is None)
+    obstacle = obstacles[implementation]()
     if obstacle:
         raise ValueError(f"implementation {implementation!r}: {obstacle}")
     return implementation
@@ -103,10 +109,16 @@ def _obstacle(q, keys, k):
     return None
 
 
-def _no_hopper():
+def _tpu_obstacle(q, keys):
+    if q.dtype != jnp.bfloat16 or keys.dtype != jnp.bfloat16:
+        return f"dtypes q {q.dtype}, keys {keys.dtype}; accepted is bfloat16"
+    return None if q.shape[2] == 128 else f"head dim {q.shape[2]}; accepted is 128"
+
+
+def _absent(kinds):
     absent = jax.sharding.get_abstract_mesh().abstract_device  # set while compiling for a device that is not here
     kind = jax.devices()[0].device_kind if absent is None else absent.device_kind
-    return None if any(name in kind for name in HOPPER) else f"device {kind!r}; accepted are {', '.join(HOPPER)}"
+    return None if any(name in kind for name in kinds) else f"device {kind!r}; accepted are {', '.join(kinds)}"
 
 
 def _check(q, w, keys, limit, k, page_table):

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_mla import hopper_backward, hopper_forward, hopper_triton, reference, tpu
+from pallas_kernels.sparse_mla import (
+    hopper_backward,
+    hopper_forward,
+    hopper_triton,
+    reference,
+    tpu,
+    tpu_backward,
+)
 
 IMPLEMENTATIONS = ("auto", "hopper", "tpu", "interpret", "reference")
 PAGE = 64  # rows of a page
@@ -175,7 +182,8 @@ def _backward(name, scale, deterministic):
             return hopper_backward.backward(*args, scale=scale, deterministic=deterministic)
         if name == "interpret":
             return hopper_triton.backward(*args, scale=scale)
-        # On TPU too: XLA's gather and scatter-add.
+        if name == "tpu":
+            return tpu_backward.backward(*args, scale=scale)
         return reference.sparse_mla_backward(*args, scale=scale, deterministic=deterministic)
 
     @call.def_vmap
@@ -245,8 +253,8 @@ def sparse_mla(
       scale: what q . row is multiplied with.
       value_dim: R.
       page_table: int32; ids are positions of a sequence whose page i is rows[page_table[i]].
-      implementation: "auto" (the device's kernels where they fit, else "reference"), "hopper", "tpu" (forward only; its
-        gradient is the reference's), "interpret" or "reference".
+      implementation: "auto" (the device's kernels where they fit, else "reference"), "hopper", "tpu", "interpret"
+        or "reference".
       rows_gradient: False treats the rows as constants: the backward pass does none of their gradient's work.
       deterministic: the rows' gradient is summed in the order of the queries, not by atomic adds, and so is the same in
         every run; slower.

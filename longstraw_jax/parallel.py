@@ -356,8 +356,7 @@ def _expert_rows(rows, expert, experts, pairs, gate, implementation):
 
     def apply(name, rows):
         if name not in pairs:
-            options = dict(weights_gradient=False, implementation=implementation)
-            return grouped_matmul(rows, experts[name], sizes, **options)
+            return grouped_matmul(rows, experts[name], sizes, implementation=implementation)
         a, b, scale = pairs[name]
         options = dict(scale=scale, gate=gate, implementation=implementation)
         return adapted_grouped_matmul(rows, experts[name], a, b, sizes, **options)
@@ -386,7 +385,7 @@ def routed_experts(
     Args:
       ids: chosen experts; E or more routes nowhere (padding).
       experts: this device's gate_proj, up_proj [e, D, F] and down_proj [e, F, D].
-      pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale.
+      pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale. A weight that has one is constant.
       gate: switches the updates per token.
       load: see `expert_room`.
       implementation: see pallas_kernels.grouped_matmul.api.

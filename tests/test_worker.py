@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import connection
 
 import pytest
 
@@ -19,6 +20,20 @@ def loads_jax():
 
 def spin(size):
     return 9**9**size  # one C call that holds the interpreter lock: neither threads nor handlers run
+
+
+def forks(value):
+    os.fork()  # and both sides return
+    return value
+
+
+def meddles(value):
+    """Writes a message of its own to every connection of the process."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            connection.Connection(descriptor).send(("returned", value))
+        except OSError:
+            pass
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +85,26 @@ def test_a_child_that_dies_is_an_error_and_is_replaced(worker):
         worker.call("os:_exit", 3, timeout_s=5)
     assert error.value.kind == "exit"
     assert worker.call("builtins:len", "abc", timeout_s=5) == 3
+
+
+def test_a_function_that_forks_is_refused_and_never_answers_for_another_call(worker):
+    with pytest.raises(WorkerError, match=r"answer to call \d+ of process \d+; accepted: ") as error:
+        for value in range(50):  # which side answers first is open: the other's answer meets the next call
+            assert worker.call(f"{__name__}:forks", value, timeout_s=20) == value
+    assert error.value.kind == "reply"
+    assert [worker.call("builtins:abs", n, timeout_s=5) for n in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_function_that_writes_to_the_link_is_refused(worker):
+    with pytest.raises(WorkerError, match="no answer that can be read"):
+        worker.call(f"{__name__}:meddles", 1, timeout_s=20)
+    assert worker.call("builtins:abs", -1, timeout_s=5) == 1
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_an_exit_is_told_with_its_own_code(worker, code):
+    with pytest.raises(WorkerError, match=f"its process ended with code {code}$"):
+        worker.call("sys:exit", code, timeout_s=5)
 
 
 def test_memory_is_limited(worker):

@@ -5,7 +5,9 @@ signals need the main thread; a process can be killed from anywhere. The child i
 forked or re-imported from __main__, so it neither inherits the accelerator nor loads jax.
 """
 
+import contextlib
 import importlib
+import itertools
 import os
 import resource
 import signal
@@ -18,6 +20,7 @@ from multiprocessing import connection
 
 START_LIMIT_S = 120.0  # starting Python and importing the function's module, on a busy host
 ORPHAN_GRACE_S = 2.0
+EXIT_GRACE_S = 2.0  # from a child's hanging up to its exit code
 
 
 class WorkerTimeout(Exception):
@@ -28,8 +31,9 @@ class WorkerError(Exception):
     """The function could not be found, raised, or took its process down.
 
     Attributes:
-        kind: type name of the exception in the child, or 'exit' if the process died.
-        where: 'file:line' that raised; empty if the process died.
+        kind: type name of the exception in the child, 'exit' if the process died, 'reply' if another answer than the
+            call's own came.
+        where: 'file:line' that raised; empty if the process died or another answer came.
     """
 
     def __init__(self, kind: str, message: str, where: str = ""):
@@ -40,13 +44,15 @@ class WorkerError(Exception):
 class Worker:
     """One child process, started at the first call and again after it was killed.
 
-    Calls from several threads take turns. Arguments and results travel as pickles.
+    Calls from several threads take turns. Arguments and results travel as pickles, with the call's number and the
+    child's process id: a function that forks, or writes where it should not, must not answer for another call.
     """
 
     def __init__(self, memory_bytes: int | None = None):
         """Args: memory_bytes: limit of the child's address space; None leaves it alone."""
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._process = self._link = self._end = None
 
     def call(self, function: str, *args, timeout_s: float):
@@ -67,12 +73,15 @@ class Worker:
             if self._process is None:
                 self._start()
             try:
-                self._link.send((function, args, timeout_s))
-                kind, value = self._receive(START_LIMIT_S)
+                number = next(self._numbers)
+                self._link.send((number, function, args, timeout_s))
+                kind, value = self._receive(number, START_LIMIT_S)
                 if kind == "running":
-                    kind, value = self._receive(timeout_s)
+                    kind, value = self._receive(number, timeout_s)
             except (EOFError, OSError):
                 process = self._process
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(EXIT_GRACE_S)  # else the code told would be that of our own kill
                 self._stop()
                 raise WorkerError("exit", f"its process ended with code {process.returncode}") from None
             except BaseException:  # a limit that passed, or an interrupt: the reply must not meet the next call
@@ -103,10 +112,19 @@ class Worker:
         self._link = ours
         self._end = weakref.finalize(self, _end, self._process, ours)
 
-    def _receive(self, limit_s):
+    def _receive(self, number, limit_s):
         if not self._link.poll(limit_s):
             raise WorkerTimeout(f"no result within {limit_s:g} s")
-        return self._link.recv()
+        try:
+            found, pid, kind, value = self._link.recv()
+        except (EOFError, OSError):
+            raise
+        except Exception as error:
+            raise WorkerError("reply", f"its process sent no answer that can be read: {error}") from error
+        if (found, pid) != (number, self._process.pid):
+            told = f"an answer to call {found} of process {pid}; accepted: to call {number} of {self._process.pid}"
+            raise WorkerError("reply", f"{told} (the function must not go on in a forked process)")
+        return kind, value
 
     def _stop(self):
         self._end()
@@ -126,26 +144,27 @@ def serve(descriptor: int, memory_bytes: int | None) -> None:
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     link = connection.Connection(descriptor)
-    while True:
+    own = os.getpid()
+    while os.getpid() == own:  # a fork of a function ends with its answer, which the parent refuses
         try:
-            name, args, timeout_s = link.recv()
+            number, name, args, timeout_s = link.recv()
         except (EOFError, OSError):
             return
         try:
             function = resolve(name)
-            link.send(("running", None))
+            link.send((number, own, "running", None))
             # The default action of the alarm ends the process from the kernel: a child whose parent was
             # killed does not compute for ever.
             signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_GRACE_S)
             try:
-                reply = ("returned", function(*args))
+                result = function(*args)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            link.send(reply)
+            link.send((number, os.getpid(), "returned", result))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{os.path.basename(where.filename)}:{where.lineno}"
-            link.send((type(error).__name__, (str(error), place)))
+            link.send((number, os.getpid(), type(error).__name__, (str(error), place)))
 
 
 def resolve(name: str):

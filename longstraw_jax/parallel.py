@@ -383,7 +383,7 @@ def routed_experts(
     not memory. A token's sum has a fixed order that other tokens cannot change.
 
     Args:
-      ids: chosen experts; E or more routes nowhere (padding).
+      ids: a token's chosen experts, no expert twice; E or more routes nowhere (padding).
       experts: this device's gate_proj, up_proj [e, D, F] and down_proj [e, F, D].
       pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale. A weight that has one is constant.
       gate: switches the updates per token.

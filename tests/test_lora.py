@@ -220,7 +220,7 @@ def test_per_device_gradients_meet_in_finalise():
     mesh, names = sharding.make_mesh(8), ("gate_proj", "up_proj", "down_proj")
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((16, 32)), jnp.float32)
-    ids = jnp.asarray(rng.integers(0, 8, (16, 2)), jnp.int32)
+    ids = jnp.asarray([rng.permutation(8)[:2] for _ in range(16)], jnp.int32)
     routes = jnp.asarray(rng.random((16, 2)), jnp.float32)
     shapes = {"gate_proj": (8, 32, 8), "up_proj": (8, 32, 8), "down_proj": (8, 8, 32)}
     experts = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}

@@ -183,7 +183,7 @@ def test_a7_every_field_changes_something(field):
 
 def test_a7_answer_timeout_s_is_what_an_answer_gets():
     """A tower of powers is graded as unscorable after the limit, not after the five seconds of the default."""
-    function = rewards.load("boxed_math", answer_timeout_s=0.5)
+    function = rewards.load("boxed_math", answer_timeout_s=1.5)
 
     def graded(text):
         return rewards.score([function], None, ["p"], [text], [[1]], {"ground_truth": ["1"]}, 60.0)[0][0]

@@ -68,7 +68,7 @@ def test_j1_age_of_a_stale_prefix_is_reported():
 def test_totals_columns_and_phases():
     steps = [make_step(i, [0.0, 1.0]) for i in (1, 2, 3)]
     del steps[2]["seconds"]["capture"]
-    steps[1]["metrics"]["max_abs_log_ratio"] = 0.5
+    steps[1]["metrics"] |= {"max_abs_log_ratio": 0.5, "sampling/max_abs_log_ratio": 0.25}
     figures = derive(steps)
     assert _value(figures, "steps") == 3
     assert _value(figures, "prompt_tokens") == 300
@@ -80,6 +80,7 @@ def test_totals_columns_and_phases():
     assert _value(figures, "phase_seconds")["replay"] == {"median": 2.0, "total": 6.0, "count": 3}
     assert _value(figures, "peak_bytes") == 1003
     assert _value(figures, "largest_log_ratio") == 0.5
+    assert _value(figures, "largest_sampling_log_ratio") == 0.25
     assert _value(figures, "adapter_fingerprint") == f"{3:016x}"
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from longstraw_jax import config
 from longstraw_jax.evidence import kernels
 from longstraw_jax.model import decoder
+from pallas_kernels.grouped_matmul import api as grouped_matmul
 
 GLM52 = pathlib.Path(__file__).parents[1] / "experiments" / "configs" / "glm52.json"
 EVERY = {"indexer_topk", "sparse_mla", "grouped_matmul", "chunked_logprob"}
@@ -39,3 +40,11 @@ def test_glm52_is_served_by_the_kernels_on_an_h200():
 def test_kernels_are_chosen_by_two_names():
     with pytest.raises(ValueError, match="kernels='fast' is not supported; accepted: 'auto' or 'reference'"):
         decoder.make_model(tiny.CONFIG, kernels="fast")
+
+
+def test_experts_whose_maps_get_different_kernels_are_named_by_both(monkeypatch):
+    def by_width(x, w, rank, name):
+        return "hopper" if w.shape[1] == tiny.CONFIG.hidden_size else "reference"
+
+    monkeypatch.setattr(grouped_matmul, "backend", by_width)
+    assert kernels.implementations(tiny.model(1))["grouped_matmul"] == "hopper+reference"

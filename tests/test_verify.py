@@ -153,6 +153,7 @@ FIGURES = [
     "peak_bytes",
     "largest_prefix_age",
     "largest_log_ratio",
+    "largest_sampling_log_ratio",
     "first_mean",
     "last_mean",
     "first_standard_error",

@@ -14,8 +14,9 @@ A step record (a line of steps.jsonl; `$defs/step` of receipt.schema.json says t
     skipped, skip_reason          whether the optimizer step was left out, and why (null if it was not)
     nonfinite_count     NaN and infinite gradient entries
     metrics             name -> number: kl, entropy, clip_ratio/low, clip_ratio/high, ratio/mean, ratio/max,
-                        sampling/importance_sampling_ratio/mean, max_abs_log_ratio, frac_reward_zero_std,
-                        completions/clipped_ratio and others
+                        sampling/importance_sampling_ratio/mean, max_abs_log_ratio (against the log-probs of
+                        the first update, so 0 where there is one), sampling/max_abs_log_ratio (trainer
+                        against sampler), frac_reward_zero_std, completions/clipped_ratio and others
     seconds             phase -> seconds: capture, sample, reward, score, replay, reverse, finalise; step is the whole
     peak_bytes          peak memory so far (see longstraw_jax.evidence.memory)
     prefix_age          optimizer steps since the prompt's capture
@@ -73,6 +74,7 @@ def derive(steps: Sequence[Step], *, window: int = WINDOW) -> dict[str, dict[str
         "peak_bytes": (largest, {"field": "peak_bytes"}),
         "largest_prefix_age": (largest, {"field": "prefix_age"}),
         "largest_log_ratio": (largest_metric, {"metric": "max_abs_log_ratio"}),
+        "largest_sampling_log_ratio": (largest_metric, {"metric": "sampling/max_abs_log_ratio"}),
         "first_mean": (reward_mean_of, first),
         "last_mean": (reward_mean_of, last),
         "first_standard_error": (standard_error_of, first),

@@ -11,7 +11,10 @@ from pallas_kernels.sparse_mla import api as sparse_mla
 
 
 def implementations(model: Model) -> dict[str, str]:
-    """Operation -> the implementation that the model's shapes and types get here; nothing runs."""
+    """Operation -> the implementation that the model's shapes and types get here; nothing runs.
+
+    Two joined by "+", as "hopper+reference", where the operation's arrays get different ones.
+    """
     c, name = model.config, model.kernels
 
     def array(*shape, dtype=c.dtype):
@@ -27,7 +30,11 @@ def implementations(model: Model) -> dict[str, str]:
     }
     if "sparse" in c.mlp_layer_types:
         ranks = {target: rank for target, rank, _ in model.lora.targets} if model.lora is not None else {}
-        x = array(1, c.hidden_size)
-        w = array(c.n_routed_experts // model.devices, c.hidden_size, c.moe_intermediate_size)
-        found["grouped_matmul"] = grouped_matmul.backend(x, w, ranks.get("routed", 0), name)
+        experts, d, f = c.n_routed_experts // model.devices, c.hidden_size, c.moe_intermediate_size
+        # gate_proj, up_proj [d, f] and down_proj [f, d]
+        served = [
+            grouped_matmul.backend(array(1, x), array(experts, x, y), ranks.get("routed", 0), name)
+            for x, y in ((d, f), (f, d))
+        ]
+        found["grouped_matmul"] = "+".join(dict.fromkeys(served))
     return found

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from longstraw_jax.rl import masks, objectives
 from longstraw_jax.types import Model, Params, PrefixState
 
 MODES = ("frozen", "detached", "exact")
+LEAST_TEMPERATURE = 1e-3  # logits over less leave fp32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +37,14 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        for field, low in (("learning_rate", 0), ("eps", 0), ("max_grad_norm", 0)):
-            if not getattr(self, field) > low:
-                raise ValueError(f"optimizer.{field}={getattr(self, field)}; accepted: above {low}")
+        for field in ("learning_rate", "eps", "max_grad_norm"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"optimizer.{field}={getattr(self, field)}; accepted: above 0, finite")
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)}; accepted: 0 to below 1")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optimizer.weight_decay={self.weight_decay}; accepted: 0 or more")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer.weight_decay={self.weight_decay}; accepted: 0 or more, finite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,11 @@ class PolicyConfig:
                 raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
         if self.keep_selection and self.mode != "exact":
             raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature}; accepted: above 0 (greedy responses would all be alike)")
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}; accepted: at least {LEAST_TEMPERATURE}, finite (greedy responses "
+                "would all be alike)"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; accepted: above 0, at most 1")
 

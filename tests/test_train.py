@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -438,7 +439,10 @@ def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
         ({"max_new_tokens": 0}, "max_new_tokens=0; accepted: at least 1"),
         ({"chunk": 0}, "chunk=0; accepted: at least 1"),
         ({"updates": 0}, "updates=0; accepted: at least 1"),
-        ({"temperature": 0.0}, "temperature=0.0; accepted: above 0"),
+        ({"temperature": 0.0}, "temperature=0.0; accepted: at least 0.001, finite"),
+        ({"temperature": 1e-40}, "temperature=1e-40; accepted: at least 0.001"),
+        ({"temperature": math.inf}, "temperature=inf; accepted: at least 0.001, finite"),
+        ({"temperature": math.nan}, "temperature=nan; accepted: at least 0.001, finite"),
         ({"top_p": 0.0}, "top_p=0.0; accepted: above 0, at most 1"),
     ],
 )
@@ -452,3 +456,6 @@ def test_a_policy_out_of_range_is_refused_by_name(changes, said):
 def test_an_optimizer_out_of_range_is_refused_by_name(field):
     with pytest.raises(ValueError, match=rf"optimizer\.{field}=-0.5; accepted: "):
         train.OptimizerConfig(**{field: -0.5})
+    for value in (math.inf, math.nan):
+        with pytest.raises(ValueError, match=rf"optimizer\.{field}={value}; accepted: "):
+            train.OptimizerConfig(**{field: value})

@@ -129,7 +129,7 @@ BAD = {
     "wrong type of a number": (["--config.grpo.temperature=warm"], ["config.grpo.temperature", "warm"]),
     "no steps": (["--config.steps=0"], ["steps=0; accepted: a positive multiple"]),
     "steps and updates": (["--config.steps=3", "--config.grpo.updates=2"], ["steps=3", "grpo.updates=2"]),
-    "temperature": (["--config.grpo.temperature=0"], ["temperature=0.0; accepted: above 0"]),
+    "temperature": (["--config.grpo.temperature=0"], ["temperature=0.0; accepted: at least 0.001"]),
     "target that matches nothing": (
         ["--config.model.checkpoint={folder}/no_dense"],
         ["lora.targets='dense' matches no module", "accepted: [", "'routed'"],

@@ -340,8 +340,10 @@ def load_model_config(directory: str | pathlib.Path, **overrides: Any) -> ModelC
         raise ConfigError(f"{path} does not exist; a Hugging Face checkpoint directory holds a config.json")
     try:
         raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of JSON or of UTF-8
         raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a JSON {type(raw).__name__}; accepted: an object")
     return model_config_from_hf(raw, **overrides)
 
 
@@ -393,7 +395,7 @@ class LoraConfig:
                 _refuse("lora.targets", name, f"{sorted(LORA_TARGETS)}")
             if not (isinstance(rank, int) and rank >= 1):
                 _refuse(f"lora.{name}.rank", rank, "a positive integer")
-            if not alpha > 0:
+            if not 0 < alpha < math.inf:
                 _refuse(f"lora.{name}.alpha", alpha, "a positive number")
         if len(set(names)) != len(names):
             _refuse("lora.targets", names, "each target once")

@@ -173,6 +173,9 @@ def test_load_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json is not JSON"):
         config_lib.load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config.json holds a JSON list; accepted: an object"):
+        config_lib.load_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     loaded = config_lib.load_model_config(tmp_path, latent_norm_eps=1e-6)
     assert loaded == dataclasses.replace(model_config_from_hf(RAW), latent_norm_eps=1e-6)

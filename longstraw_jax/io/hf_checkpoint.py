@@ -101,6 +101,8 @@ def check(directory: str | os.PathLike, config: ModelConfig) -> dict[str, Entry]
     directory = Path(directory)
     entries, problems = tensor_files.scan(directory)
     problems |= _compare(jax.tree.leaves(parameters(config)), entries, config, _block_size(directory))
+    if problems[tensor_files.UNREADABLE] or problems[tensor_files.ABSENT]:
+        problems[MISSING] = []  # such a file may hold them
     tensor_files.refuse(directory, problems)
     return entries
 
@@ -185,8 +187,10 @@ def _block_size(directory: Path) -> tuple[int, int]:
     """Rows and columns of an FP8 block."""
     file = directory / "config.json"
     raw = json.loads(file.read_text()) if file.is_file() else {}
-    block = (raw.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    if len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+    if not isinstance(quantization := raw.get("quantization_config") or {}, dict):
+        raise ConfigError(f"quantization_config={quantization!r} is not supported; accepted: an object")
+    block = quantization.get("weight_block_size") or (128, 128)
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise ConfigError(
             f"quantization_config.weight_block_size={block!r} is not supported; accepted: 2 positive integers"
         )

@@ -109,10 +109,12 @@ def test_i3_plain_id_column_deduplicates(tmp_path):
     assert [row["id"] for row in dataset.rows] == ["x", "y"]
 
 
-def test_given_id_may_not_meet_a_row_number(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [dapo_row(1), {"prompt": "no id: row number 1"}])
-    with pytest.raises(data.DataError, match="line 2: id 1 is given by one row and is the row number of"):
-        data.read_rows(path)
+def test_every_row_gives_an_id_or_none_does(tmp_path):
+    given, bare = dapo_row(70), {"prompt": "no id, and no row number that meets another's id"}
+    for rows, said in (([given, bare], "gives no id"), ([bare, given], "gives an id")):
+        path = write_jsonl(tmp_path / "rows.jsonl", rows)
+        with pytest.raises(data.DataError, match=f"line 2: {said}, unlike the rows before; expected extra_info.index"):
+            data.read_rows(path)
 
 
 BAD_ROWS = {

@@ -52,8 +52,9 @@ def read_rows(paths: StrPath | Sequence[StrPath], *, required: Sequence[str] = (
     """Reads prompt-only rows (TRL) or DAPO-Math rows (verl) from .parquet and .jsonl files.
 
     A row needs `prompt`. Its id is `extra_info.index`, else a column `id`, else its number among all rows
-    read, from 0. A row whose id was seen before is dropped and counted, whatever it holds; warnings tell when
-    such a row held another prompt, and when a prompt repeats under other ids.
+    read, from 0; every row gives one, or none does. A row whose id was seen before is dropped and counted,
+    whatever it holds; warnings tell when such a row held another prompt, and when a prompt repeats under other
+    ids.
 
     Args:
       paths: one file or several, read in this order.
@@ -62,12 +63,13 @@ def read_rows(paths: StrPath | Sequence[StrPath], *, required: Sequence[str] = (
 
     Raises:
       DataError: no file, an absent, empty or unreadable file, another suffix, or a row with a missing or
-        mistyped field. JSONL rows are named by line from 1, parquet rows by number from 0.
+        mistyped field, or an id on some rows alone. JSONL rows are named by line from 1, parquet rows by number from 0.
     """
     files = _existing_files(paths)
     digests = {str(file): fingerprint.sha256_file(file) for file in files}
     rows: list[dict] = []
-    seen: dict[int | str, tuple[str, bool]] = {}  # id -> (prompt digest, whether the row gave the id)
+    seen: dict[int | str, str] = {}  # id -> prompt digest
+    first_given: bool | None = None  # whether the first row gives an id
     prompts: set[str] = set()
     read = duplicates = conflicts = repeats = 0
     for file in files:
@@ -75,18 +77,18 @@ def read_rows(paths: StrPath | Sequence[StrPath], *, required: Sequence[str] = (
         for where, raw in _READERS[file.suffix](file):
             row = _checked_row(raw, read, f"{file}, {where}", required)
             read += 1
-            digest, own_id = _prompt_digest(row["prompt"]), _own_id(raw) is not None
+            digest, given = _prompt_digest(row["prompt"]), _own_id(raw) is not None
+            first_given = given if first_given is None else first_given
+            if given != first_given:
+                raise DataError(
+                    f"{file}, {where}: {'gives an' if given else 'gives no'} id, unlike the rows before;"
+                    " expected extra_info.index (or id) on every row or on none"
+                )
             if row["id"] in seen:
-                first_digest, first_own = seen[row["id"]]
-                if not (own_id and first_own):
-                    raise DataError(
-                        f"{file}, {where}: id {row['id']!r} is given by one row and is the row number of"
-                        " another that gives none; expected extra_info.index (or id) on every row or on none"
-                    )
                 duplicates += 1
-                conflicts += digest != first_digest
+                conflicts += digest != seen[row["id"]]
                 continue
-            seen[row["id"]] = (digest, own_id)
+            seen[row["id"]] = digest
             repeats += digest in prompts
             prompts.add(digest)
             rows.append(row)

@@ -54,7 +54,7 @@ def find_cluster(
       coordinator, processes, process: values of the flags, all or none.
 
     Raises:
-      LaunchError: some flags without the others, or values out of range.
+      LaunchError: some flags or variables without the others, or values out of range.
     """
     given = {"coordinator": coordinator, "num_processes": processes, "process_id": process}
     if any(value is not None for value in given.values()):
@@ -69,11 +69,20 @@ def find_cluster(
             raise LaunchError(f"process_id={process}; accepted: 0 to {processes - 1}")
         return Cluster("flags", processes, process, coordinator)
     # Set by srun alone: a batch script that runs the program itself is one process, whatever it has reserved.
-    if (tasks := int(environment.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
-        return Cluster("slurm", tasks, int(environment["SLURM_PROCID"]), None)
+    if "SLURM_STEP_NUM_TASKS" in environment and (tasks := _whole_number(environment, "SLURM_STEP_NUM_TASKS")) > 1:
+        return Cluster("slurm", tasks, _whole_number(environment, "SLURM_PROCID", tasks), None)
     if (hosts := len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))) > 1:
-        return Cluster("gke", hosts, int(environment["TPU_WORKER_ID"]), None)
+        return Cluster("gke", hosts, _whole_number(environment, "TPU_WORKER_ID", hosts), None)
     return None
+
+
+def _whole_number(environment: Mapping[str, str], name: str, stop: int | None = None) -> int:
+    """A variable from 0 to below `stop`."""
+    text = environment.get(name, "")
+    if not text.isdecimal() or (stop is not None and int(text) >= stop):
+        accepted = "a whole number" if stop is None else f"0 to {stop - 1}, this process's number"
+        raise LaunchError(f"{name}={text!r} in the environment; accepted: {accepted}")
+    return int(text)
 
 
 def join(cluster: Cluster | None) -> None:

@@ -42,6 +42,21 @@ def test_flags_that_name_no_process_are_refused(changes, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "environment, said",
+    [
+        ({"SLURM_STEP_NUM_TASKS": "32"}, "SLURM_PROCID='' in the environment; accepted: 0 to 31"),
+        (SLURM | {"SLURM_PROCID": "32"}, "SLURM_PROCID='32' in the environment; accepted: 0 to 31"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' in the environment; accepted: a whole number"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID='' in the environment; accepted: 0 to 1"),
+    ],
+)
+def test_an_environment_that_names_no_process_is_refused(environment, said):
+    with pytest.raises(launch.LaunchError) as error:
+        launch.find_cluster(environment)
+    assert said in str(error.value)
+
+
 def test_a_process_that_is_alone_joins_nothing_and_is_the_first():
     launch.join(None)
     assert launch.is_first() and not launch.joined()

@@ -1,14 +1,17 @@
 """Pages on disk: a capture that stopped goes on to the same state."""
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 from longstraw_jax.io import prefix_pages
 from longstraw_jax.prefix import capture, pages
+from longstraw_jax.types import PAGE
 
 BOUND = {"prompt": "p0", "weights": "w0"}
 TOKENS = tiny.TOKENS[: tiny.S - 1]
@@ -71,3 +74,44 @@ def test_progress_counts_only_what_was_named_last(tmp_path):
     assert int(again.length) == json.loads(before)["tokens"] == tiny.CHUNK
     ended = run(1, again, TOKENS.size, start=tiny.CHUNK)
     jax.tree.map(np.testing.assert_array_equal, ended.latents, state.latents)
+
+
+def test_pages_that_are_not_those_written_are_refused(tmp_path):
+    model = tiny.model(1)
+    prefix_pages.save(tmp_path, model, run(1, empty(1), TOKENS.size), BOUND)
+    path = tmp_path / "index_keys.1.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="index_keys.1.bin: pages 0 to 2 are not those written"):
+        prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND)
+    path.unlink()
+    (tmp_path / prefix_pages.PROGRESS_FILE).write_text('{"tokens": 64}')
+    with pytest.raises(ValueError, match=r"progress.json: holds \['tokens'\]; accepted: blocks, bound, tokens"):
+        prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND)
+
+
+def test_nothing_vouches_for_pages_that_are_being_written_anew(tmp_path):
+    model = tiny.model(1)
+    state = run(1, empty(1), tiny.CHUNK)
+    prefix_pages.save(tmp_path, model, state, BOUND)
+    (tmp_path / "index_keys.0.bin").unlink()
+    (tmp_path / "index_keys.0.bin").mkdir()  # as a full disk, the second save stops half-way
+    with pytest.raises(OSError):
+        prefix_pages.save(tmp_path, model, state, BOUND)
+    assert prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND) is None
+
+
+def test_a_page_is_filled_by_two_saves_and_counts_as_far_as_was_named(tmp_path):
+    model, end = tiny.model(1), TOKENS.size
+    whole = run(1, empty(1), end)
+    part = dataclasses.replace(whole, length=jnp.int32(end - 5))
+    hidden = tuple(x.at[:, :, 2, end - 5 - 2 * PAGE :].set(0) for x in part.latents)
+    keys = tuple(x.at[:, 2, end - 5 - 2 * PAGE :].set(0) for x in part.index_keys)
+    part = dataclasses.replace(part, latents=hidden, index_keys=keys)
+    saved = prefix_pages.save(tmp_path, model, part, BOUND)
+    before = (tmp_path / prefix_pages.PROGRESS_FILE).read_bytes()
+    assert prefix_pages.save(tmp_path, model, whole, BOUND, saved=saved) == end
+    jax.tree.map(np.testing.assert_array_equal, prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND), whole)
+    (tmp_path / prefix_pages.PROGRESS_FILE).write_bytes(before)
+    jax.tree.map(np.testing.assert_array_equal, prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND), part)

@@ -1,10 +1,12 @@
 """A prompt's pages on disk, so that a capture that stopped half-way goes on where it was.
 
 Of each pool one file holds the pages in prompt order, all layers of a page together; it grows as the capture does.
-progress.json is renamed into place after them and says how many tokens count.
+progress.json is renamed into place after them: how many tokens count, what they are bound to, and of each file the
+blocks written, as [first page, pages, sha256].
 """
 
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -58,39 +60,62 @@ def save(
     Args:
       folder: made if it is missing.
       bound: JSON values that a later `load` must name again: what the pages depend on.
-      saved: what the call before returned, 0 for the first.
+      saved: what the call before (or the length of what `load`) returned; 0 for a folder to be written anew.
 
     Returns:
       Tokens on disk.
 
     Raises:
-      OSError: progress.json still says what was there before.
+      OSError: progress.json still says what was there before, or is gone where `saved` is 0.
+      ValueError: progress.json is not what `save` writes.
     """
     folder, tokens = pathlib.Path(folder), int(state.length)
     folder.mkdir(parents=True, exist_ok=True)
+    known = {}
+    if saved:
+        known = _progress(folder)["blocks"]
+    else:
+        (folder / PROGRESS_FILE).unlink(missing_ok=True)  # before the pages that it speaks for
+    written = {}
     for name, (pool, axis) in _pools(state).items():
         path, total = folder / name, pool.shape[axis]
+        # A block that ends within a page is written again with the rest of it.
+        blocks = [block for block in known.get(name, []) if (block[0] + block[1]) * PAGE <= saved]
+        first = sum(blocks[-1][:2]) if blocks else 0
         with open(path, "r+b" if saved else "wb") as file:
-            for start, count, place in _blocks(saved // PAGE, -(-tokens // PAGE), total, model.devices):
+            for start, count, place in _blocks(first, -(-tokens // PAGE), total, model.devices):
                 block = np.asarray(_take(pool, np.minimum(place, total - 1), axis))[:count]
+                data = block.tobytes()
                 file.seek(start * block[0].nbytes)
-                file.write(block.tobytes())
+                file.write(data)
+                blocks.append([start, count, hashlib.sha256(data).hexdigest()])
             file.flush()
             os.fsync(file.fileno())
-    write_whole(folder / PROGRESS_FILE, (json.dumps({"tokens": tokens, "bound": dict(bound)}) + "\n").encode())
+        written[name] = blocks
+    progress = {"tokens": tokens, "bound": dict(bound), "blocks": written}
+    write_whole(folder / PROGRESS_FILE, (json.dumps(progress) + "\n").encode())
     return tokens
+
+
+def _progress(folder: pathlib.Path) -> dict[str, Any]:
+    progress = parse_strict_json((folder / PROGRESS_FILE).read_bytes())
+    keys = sorted(progress) if isinstance(progress, dict) else type(progress).__name__
+    if keys != ["blocks", "bound", "tokens"]:
+        raise ValueError(f"{folder / PROGRESS_FILE}: holds {keys}; accepted: blocks, bound, tokens")
+    return progress
 
 
 def load(folder: str | os.PathLike, model: Model, capacity: int, bound: Mapping[str, Any]) -> PrefixState | None:
     """The state that `save` left, with room for `capacity` tokens; None where there is none.
 
     Raises:
-      ValueError: another `bound`, more tokens than `capacity`, or a file that is too short.
+      ValueError: progress.json is not what `save` writes; another `bound`, more tokens than `capacity`, a file that is
+        too short or that holds other bytes than were written.
     """
     folder = pathlib.Path(folder)
     if not (folder / PROGRESS_FILE).is_file():
         return None
-    progress = parse_strict_json((folder / PROGRESS_FILE).read_bytes())
+    progress = _progress(folder)
     if progress["bound"] != json.loads(json.dumps(bound)):
         raise ValueError(f"{folder}: its pages are bound to {progress['bound']}; accepted: {dict(bound)}")
     tokens = progress["tokens"]
@@ -101,13 +126,17 @@ def load(folder: str | os.PathLike, model: Model, capacity: int, bound: Mapping[
     for name, (pool, axis) in _pools(state).items():
         total, shape = pool.shape[axis], np.delete(pool.shape, axis)
         with open(folder / name, "rb") as file:
-            for start, count, place in _blocks(0, -(-tokens // PAGE), total, model.devices):
+            for first, size, digest in progress["blocks"][name]:
+                ((_, count, place),) = _blocks(first, first + size, total, model.devices)
                 values = np.zeros((BLOCK, *shape), pool.dtype)
-                size = count * values[0].nbytes
-                data = file.read(size)
-                if len(data) != size:
-                    raise ValueError(f"{folder / name}: ends in page {start + len(data) // values[0].nbytes}")
+                data = file.read(values[:count].nbytes)
+                if len(data) != values[:count].nbytes:
+                    raise ValueError(f"{folder / name}: ends in page {first + len(data) // values[0].nbytes}")
                 values[:count] = np.frombuffer(data, pool.dtype).reshape(count, *shape)
+                if (first + count) * PAGE > tokens:
+                    values[count - 1, ..., tokens % PAGE :, :] = 0  # of a save that was cut off before its last rename
+                if hashlib.sha256(values[:count].tobytes()).hexdigest() != digest:
+                    raise ValueError(f"{folder / name}: pages {first} to {first + count - 1} are not those written")
                 pool = _put(pool, place, values, axis, pool.sharding)
         filled[name] = pool
     count = len(state.latents)

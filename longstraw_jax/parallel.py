@@ -121,12 +121,12 @@ def local_length(length: Int[Array, ""], axis: str | None) -> Int[Array, ""]:
 
 
 def _packed(scores, ids):
-    """Scores and ids as one message: an id travels as the bits of a float."""
-    return jnp.stack([scores, jax.lax.bitcast_convert_type(ids, jnp.float32)])
+    """Scores and ids as one message: a score travels as its bits, which no backend rounds or flushes as an integer."""
+    return jnp.stack([jax.lax.bitcast_convert_type(scores, jnp.int32), ids])
 
 
 def _unpacked(message):
-    return message[0], jax.lax.bitcast_convert_type(message[1], jnp.int32)
+    return jax.lax.bitcast_convert_type(message[0], jnp.float32), message[1]
 
 
 def select(

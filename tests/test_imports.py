@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import pathlib
 
 import pytest
@@ -166,3 +167,27 @@ def test_the_import_check_sees(files, problem):
 )
 def test_the_collective_check_sees(source):
     assert len(collective_calls(source)) == 1
+
+
+def test_every_name_taken_from_a_module_of_ours_is_there():
+    """`module.name` of an imported module of the three packages; a linter does not look into other files."""
+    ours, missing = sources(), []
+    for name, source in ours.items():
+        tree, modules = ast.parse(source), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                for alias in node.names:
+                    if f"{node.module}.{alias.name}" in ours:
+                        modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Import):
+                modules |= {a.asname or a.name: a.name for a in node.names if a.name in ours and "." not in a.name}
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        assigned |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+                continue
+            module = modules.get(node.value.id)
+            if module and node.value.id not in assigned and not hasattr(importlib.import_module(module), node.attr):
+                missing.append(f"{name}: {module}.{node.attr}")
+    assert missing == []

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import make_tiny_checkpoint
 from absl import app, flags
 
 from longstraw_jax import config as config_lib
 from longstraw_jax import fingerprint, train
-from longstraw_jax.evidence import plan, plan_needs, plan_programs, plan_report, receipt, topology
+from longstraw_jax.evidence import kernels, plan, plan_needs, plan_programs, plan_report, receipt, topology
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
 
@@ -86,7 +87,11 @@ def run(values: flags.FlagValues, done: Callable[[str, dict[str, Any]], None]) -
         ),
         expert_load=values.imbalance,
         prefix_store=values.prefix_store,
+        # The kernels of other chips are chosen by the machine that compiles.
+        kernels="auto" if chips.platform == "cuda" else "reference",
     )
+    with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
+        served = kernels.implementations(model)
     optimizer = train.make_optimizer(train.OptimizerConfig())
     chunk = values.chunk or plan.choose_chunk(model, optimizer, values.tokens, values.mode, chips.memory)
     plan.check_chunk(model, chunk, values.tokens)
@@ -105,7 +110,7 @@ def run(values: flags.FlagValues, done: Callable[[str, dict[str, Any]], None]) -
         "config_sha256": fingerprint.sha256_json(plan_report.plain(config)),
         "positions": config.max_position_embeddings,
         "topology": chips._asdict(),
-        "kernels": "reference (jnp) for every operation",
+        "kernels": served,
         "sizes": plan_report.plain(sizes) | {"rank": values.rank},
         "prefix_store": values.prefix_store,
         "imbalance": values.imbalance,

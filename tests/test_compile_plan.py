@@ -38,6 +38,8 @@ def test_a_tiny_model_compiles_for_32_devices(tmp_path, capsys):
     assert host["programs"]["capture"]["host_bytes"] == pages and all(pages.values())
     assert [host["programs"]["capture"]["bytes"][kind] for kind in pages] == [0, 0]
     assert device["programs"]["capture"]["host_bytes"] == {} and host["peak"]["host_bytes"] == sum(pages.values())
+    operations = ("indexer_topk", "sparse_mla", "grouped_matmul", "chunked_logprob")
+    assert device["kernels"] == dict.fromkeys(operations, "reference")
     assert device["sizes"]["chunk"] == 2048 and device["needs"] is None and device["peak"]["complete"]
 
 

@@ -15,10 +15,71 @@ from longstraw_jax import train
 from longstraw_jax.io import data, payload, prompt, tokenizer
 from longstraw_jax.rl import columns, objectives, rewards
 
+# What experiments/configs/grpo.py holds, by type; a tuple of one type stands for any number of values.
+_TYPES: dict[str, Any] = {
+    "seed": int,
+    "steps": int,
+    "model": {"checkpoint": str, "latent_norm_eps": float, "kernels": str, "yarn_positions": int},
+    "mesh": {"devices": int, "emulate": bool},
+    "data": {"paths": (str,), "rows_per_step": int, "document": str, "prompt_tokens": int, "prompt_file": str},
+    "grpo": {
+        **dict.fromkeys(("mode", "kl_estimator", "aggregation", "advantage_scale", "baseline"), str),
+        **dict.fromkeys(("group", "max_new_tokens", "updates"), int),
+        **dict.fromkeys(("temperature", "top_p", "clip_low", "clip_high", "beta", "tis_cap"), float),
+        **dict.fromkeys(("mask_truncated", "zero_variance_kl"), bool),
+    },
+    "capture": {"chunk": int, "keep_selection": bool},
+    "reward": {"functions": (str,), "weights": (float,), "timeout_s": float, "answer_timeout_s": float},
+    "lora": {target: {"rank": int, "alpha": float} for target in config_lib.LORA_TARGETS},
+    "optimizer": {field.name: float for field in dataclasses.fields(train.OptimizerConfig)},
+    "checkpoint": {"every": int, "keep": int},
+}
+_ACCEPTED = {int: "an integer", float: "a finite number", str: "a string", bool: "True or False"}
+
+
+def type_problems(config: ConfigDict) -> list[str]:
+    """Fields that are missing, unknown or of another type, so that no part below meets them.
+
+    model.architecture, the parity check's alone, may be there.
+    """
+    return _type_problems(config, _TYPES, "")
+
+
+def _type_problems(config: ConfigDict, types: dict[str, Any], section: str) -> list[str]:
+    known = {*types, "architecture"} if section == "model." else types.keys()
+    problems = [
+        f"{section}{name}={config[name]!r}; accepted: only the fields {', '.join(types)} beside it"
+        for name in sorted(set(config) - set(known))
+    ]
+    for name, wanted in types.items():
+        field = section + name
+        if name not in config:
+            problems.append(f"{field} is missing; accepted: every field of experiments/configs/grpo.py")
+        elif not isinstance(wanted, dict):
+            value, kind = config[name], wanted[0] if isinstance(wanted, tuple) else wanted
+            several = isinstance(wanted, tuple)
+            if several and not isinstance(value, (tuple, list)) or not all(
+                _is_a(kind, item) for item in (value if several else [value])
+            ):
+                accepted = f"a tuple, each {_ACCEPTED[kind]}" if several else _ACCEPTED[kind]
+                problems.append(f"{field}={value!r}; accepted: {accepted}")
+        elif isinstance(config[name], ConfigDict):
+            problems += _type_problems(config[name], wanted, f"{field}.")
+        else:
+            problems.append(f"{field}={config[name]!r}; accepted: a section of the fields {', '.join(wanted)}")
+    return problems
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+
 
 def value_problems(config: ConfigDict) -> list[str]:
-    """Values out of range that no part below would name."""
-    problems = []
+    """Wrong types, or else values out of range that no part below would name."""
+    if problems := type_problems(config):
+        return problems
     if config.steps < 1 or config.grpo.updates < 1 or config.steps % config.grpo.updates:
         problems.append(f"steps={config.steps}; accepted: a positive multiple of grpo.updates={config.grpo.updates}")
     for field, value, low in (
@@ -44,10 +105,10 @@ def value_problems(config: ConfigDict) -> list[str]:
     names, weights = tuple(config.reward.functions), tuple(config.reward.weights)
     if not names or len(set(names)) != len(names):
         problems.append(f"reward.functions={names}; accepted: at least one, each once")
-    elif len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
+    elif len(weights) != len(names):
         problems.append(f"reward.weights={weights}; accepted: {len(names)} finite numbers, one a function")
     for field in ("timeout_s", "answer_timeout_s"):
-        if not 0 < config.reward[field] < math.inf:
+        if not config.reward[field] > 0:
             problems.append(f"reward.{field}={config.reward[field]}; accepted: seconds above 0")
     return problems
 
@@ -82,14 +143,18 @@ def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
 def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> train.PolicyConfig:
     """What a transaction does, for prompts of at most `capacity` tokens. Raises ValueError."""
     shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
-    return train.PolicyConfig(
-        eos_ids=eos_ids,
-        capacity=capacity,
-        chunk=config.capture.chunk,
-        keep_selection=config.capture.keep_selection,
-        objective=objective_config(config),
-        **{name: config.grpo[name] for name in shared},
-    )
+    try:
+        return train.PolicyConfig(
+            eos_ids=eos_ids,
+            capacity=capacity,
+            chunk=config.capture.chunk,
+            keep_selection=config.capture.keep_selection,
+            objective=objective_config(config),
+            **{name: config.grpo[name] for name in shared},
+        )
+    except ValueError as error:  # the parts know a field's name, not its section
+        section = "capture" if str(error).startswith(tuple(config.capture)) else "grpo"
+        raise ValueError(f"{section}.{error}") from error
 
 
 def load_tokenizer(folder: pathlib.Path, vocab_size: int) -> tokenizer.Tokenizer:

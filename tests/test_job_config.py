@@ -1,9 +1,11 @@
 """The main job's configuration as typed parts: every value out of range is told, not the first alone."""
 
+import math
 import pathlib
 
 import pytest
 import tiny_jobs
+from ml_collections import ConfigDict
 
 from longstraw_jax import job_config
 
@@ -19,6 +21,54 @@ def test_every_problem_of_the_values_is_told():
         "steps", "checkpoint.every", "seed", "data.document", "reward.timeout_s"
     ]  # fmt: skip
     assert all("; accepted: " in problem for problem in problems)
+
+
+def changed(field, value):
+    """The tiny job with one field of any type, as a file for --config may hold it."""
+    made = tiny_jobs.config().to_dict()
+    *sections, name = field.split(".")
+    at = made
+    for section in sections:
+        at = at[section]
+    at[name] = value
+    return ConfigDict(made)
+
+
+@pytest.mark.parametrize("field, value", tiny_jobs.leaves(tiny_jobs.defaults()).items())
+def test_every_field_has_its_type(field, value):
+    """The table of types is that of the defaults: another type is refused by name, an integer is a number."""
+    numbers = isinstance(value, float) or (isinstance(value, tuple) and isinstance(value[0], float))
+    wrong = [None, {}, 1.5, math.inf, b""]
+    wrong += [] if isinstance(value, str) else ["2"]
+    wrong += [] if isinstance(value, bool) else [True]
+    wrong += [2] if isinstance(value, (str, bool, tuple)) else [2.0]
+    wrong += [(0, "x"), (None,)] if isinstance(value, tuple) else [(value,)]
+    if isinstance(value, float):
+        wrong = [w for w in wrong if w not in (1.5, 2.0)]
+        assert job_config.type_problems(changed(field, 2)) == []
+    for other in wrong:
+        (problem,) = job_config.value_problems(changed(field, other))
+        assert problem.startswith(f"{field}=") and "; accepted: " in problem
+    if numbers and isinstance(value, tuple):
+        assert job_config.type_problems(changed(field, [1])) == []
+
+
+def test_unknown_and_missing_fields_are_named_all_at_once():
+    made = tiny_jobs.config().to_dict()
+    made["optimizer"]["nesterov"], made["nope"], made["capture"] = True, {"a": 1}, 3
+    made["model"]["architecture"] = {"hidden_size": 4}  # of the parity check
+    del made["grpo"]["beta"]
+    fields = [p.replace("=", " ").split()[0] for p in job_config.type_problems(ConfigDict(made))]
+    assert sorted(fields) == ["capture", "grpo.beta", "nope", "optimizer.nesterov"]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("grpo.group", 1), ("grpo.temperature", 1e-40), ("grpo.kl_estimator", "k1"), ("capture.chunk", 0)],
+)
+def test_a_policy_out_of_range_names_its_section(field, value):
+    with pytest.raises(ValueError, match=rf"^{field}[=:]"):
+        job_config.policy_config(tiny_jobs.config(**{field: value}), (0,), 8)
 
 
 def test_the_parts_are_those_of_the_configuration():

@@ -7,6 +7,7 @@ import jax
 import pytest
 import tiny_jobs
 import train_grpo
+from ml_collections import ConfigDict
 
 from longstraw_jax import fingerprint
 from longstraw_jax.evidence import prerequisites, topology
@@ -98,7 +99,32 @@ def test_the_mesh_must_be_the_topologys():
 def test_a_disk_without_room_is_a_blocker(tmp_path):
     """Adapters of a rank whose checkpoints no disk holds."""
     status, detail = examine(tmp_path / "run", **{"lora.q_a.rank": 10**14})["disk"]
-    assert status == BLOCKER and f"workdir={tmp_path / 'run'}: " in detail and "bytes free; accepted: " in detail
+    assert status == BLOCKER and "workdir: " in detail and f"bytes free at {tmp_path}; accepted: " in detail
+
+
+def test_a_workdir_that_is_a_file_is_a_blocker(tmp_path):
+    (tmp_path / "notes").touch()
+    for workdir in (tmp_path / "notes", tmp_path / "notes" / "run"):
+        found = examine(workdir)
+        said = f"workdir={workdir}: {tmp_path / 'notes'} is a file; accepted: a folder, or a new place for one"
+        assert found["workdir"] == (BLOCKER, said) and found["disk"][0] == NOT_CHECKED
+
+
+def test_fields_of_another_type_are_told_and_nothing_else_is_tried():
+    config = tiny_jobs.config().to_dict()
+    config["steps"], config["capture"]["chunk"], config["mesh"]["devices"] = "2", 64.5, "1"
+    parts, rows = prerequisites.examine(ConfigDict(config), pathlib.Path("runs"))
+    fields = [row.detail.partition("=")[0] for row in rows if row.status == BLOCKER]
+    assert fields == ["steps", "mesh.devices", "capture.chunk"] and parts.model is None
+    with pytest.raises(ValueError, match="^steps='2'; accepted: an integer; mesh.devices='1'; .*; capture.chunk=64.5"):
+        train_grpo.set_devices(ConfigDict(config))
+
+
+def test_a_failure_that_nobody_foresaw_is_a_blocker_and_the_other_checks_go_on():
+    found = prerequisites._Findings()
+    assert found.attempt("lengths", lambda: [0][1]) is None
+    assert found.attempt("other", lambda: 7) == 7
+    assert found.rows[0] == ("lengths", BLOCKER, "lengths: IndexError: list index out of range")
 
 
 def test_a_longer_range_than_the_native_one_is_named():

@@ -60,7 +60,7 @@ class _Findings:
         self.rows: list[Finding] = []
 
     def attempt(self, check: str, action: Callable[..., Any], *needs: Any, tell: Callable[[Any], str] = str) -> Any:
-        """action(*needs), whose ValueError or OSError is a blocker; None where it failed or a need is None."""
+        """action(*needs), whose failure is a blocker; None where it failed or a need is None."""
         if any(need is None for need in needs):
             self.rows.append(Finding(check, NOT_CHECKED, "needs what a blocker stands before"))
             return None
@@ -68,6 +68,9 @@ class _Findings:
             value = action(*needs)
         except (ValueError, OSError) as error:
             self.rows.append(Finding(check, BLOCKER, str(error)))
+            return None
+        except Exception as error:  # nobody foresaw it: the other checks still have their say
+            self.rows.append(Finding(check, BLOCKER, f"{check}: {type(error).__name__}: {error}"))
             return None
         self.rows.append(Finding(check, OK, tell(value)))
         return value
@@ -93,6 +96,8 @@ def examine(
         found.rows.append(Finding(f"values {number + 1}", BLOCKER, problem))
     if not problems:
         found.rows.append(Finding("values", OK, "in range"))
+    if job_config.type_problems(config):  # nothing below could read it
+        return Parts(*[None] * len(dataclasses.fields(Parts))), found.rows
     devices = found.attempt("devices", lambda: _check_devices(config, chips))
     architecture = found.attempt("architecture", lambda: job_config.architecture(config), tell=_architecture_line)
     adapters = found.attempt("adapters", lambda: job_config.lora_config(config), tell=lambda x: ", ".join(x.scales()))
@@ -131,7 +136,8 @@ def examine(
             "rewards", lambda _: job_config.reward_functions(config), sound, tell=lambda x: ", ".join(f.name for f in x)
         )
     found.attempt("memory", lambda *needs: _check_memory(*needs, chips), model, optimizer, policy, longest)
-    found.attempt("disk", lambda m: _check_disk(config, m, workdir), model)
+    there = found.attempt("workdir", lambda: _check_workdir(workdir))
+    found.attempt("disk", lambda m, at: _check_disk(config, m, at), model, there)
     return Parts(model, policy, optimizer, dataset, tokens, build, functions), found.rows
 
 
@@ -285,15 +291,22 @@ def _check_memory(
     return f"{text}, {source}: " + ("unknown" if memory is None else f"{memory / 1e9:.2f} GB")
 
 
-def _check_disk(config: ConfigDict, model: Model, workdir: pathlib.Path) -> str:
+def _check_workdir(workdir: pathlib.Path) -> pathlib.Path:
+    """The folder that is there, or the nearest one above. Raises ValueError where a file stands in its place."""
+    there = workdir.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"workdir={workdir}: {there} is a file; accepted: a folder, or a new place for one")
+    return there
+
+
+def _check_disk(config: ConfigDict, model: Model, there: pathlib.Path) -> str:
     """Raises ValueError where the run folder's disk has no room for the checkpoints and the adapter."""
     # fp32 adapters and two moments a checkpoint, one more while the oldest still stands; the adapter beside its place.
     numbers = lora.count_parameters(model.config, model.lora)
     need = (config.checkpoint.keep + 1) * 3 * 4 * numbers + 2 * 2 * 4 * numbers
-    there = workdir.absolute()
-    while not there.exists():
-        there = there.parent
     free = shutil.disk_usage(there).free
     if free < need:
-        raise ValueError(f"workdir={workdir}: {free} bytes free; accepted: {need} for checkpoints and adapter")
+        raise ValueError(f"workdir: {free} bytes free at {there}; accepted: {need} for checkpoints and adapter")
     return f"{free / 1e9:.1f} GB free at {there}, {need / 1e9:.2f} needed"

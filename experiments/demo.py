@@ -7,6 +7,7 @@ import json
 import pathlib
 import shutil
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -33,29 +34,44 @@ def write_rows(path: pathlib.Path) -> None:
     path.write_text(json.dumps(row) + "\n")
 
 
-def make_anew(folder: pathlib.Path) -> None:
-    """Empties the folder of an earlier demo, known by a file that only the demo writes, or makes it.
+def check_ours(folder: pathlib.Path) -> None:
+    """Raises ValueError where the folder holds what no earlier demo made, known by a file that only the demo writes."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).is_file())):
+        raise ValueError(f"workdir: {folder} holds something else; accepted: a new folder or that of a demo")
 
-    Raises:
-      ValueError: it holds something else, which is not ours to remove.
-    """
+
+def make_anew(folder: pathlib.Path) -> None:
+    """Empties the folder of an earlier demo, or makes it. Raises ValueError where it is not ours to remove."""
+    check_ours(folder)
     if folder.exists():
-        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).is_file()):
-            raise ValueError(f"workdir: {folder} holds something else; accepted: a new folder or that of a demo")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARK).touch()
 
 
+def write_inputs(config: ConfigDict, folder: pathlib.Path) -> None:
+    """Writes the checkpoint and the row, and points the configuration to them."""
+    config.model.checkpoint, config.data.paths = str(folder / "checkpoint"), (str(folder / "rows.jsonl"),)
+    write_rows(folder / "rows.jsonl")
+    make_tiny_checkpoint.write(folder / "checkpoint", make_tiny_checkpoint.CONFIG, config.seed)
+
+
 def run(config: ConfigDict, folder: pathlib.Path) -> dict[str, Any]:
-    """The whole demo but its verdict; returns the receipt. The checkpoint and the row go to FOLDER_inputs."""
+    """The whole demo but its verdict; returns the receipt. The checkpoint and the row go to FOLDER_inputs.
+
+    Raises:
+      ValueError: what stands in the way; an earlier demo is then as it was.
+    """
     inputs = folder.with_name(folder.name + "_inputs")
+    check_ours(folder)
+    check_ours(inputs)
+    train_grpo.set_devices(config)
+    with tempfile.TemporaryDirectory() as trial:
+        write_inputs(config, pathlib.Path(trial))
+        train_grpo.check(config, folder)
     make_anew(folder)
     make_anew(inputs)
-    write_rows(inputs / "rows.jsonl")
-    config.model.checkpoint, config.data.paths = str(inputs / "checkpoint"), (str(inputs / "rows.jsonl"),)
-    train_grpo.set_devices(config)
-    make_tiny_checkpoint.write(inputs / "checkpoint", make_tiny_checkpoint.CONFIG, config.seed)
+    write_inputs(config, inputs)
     return train_grpo.run(config, folder)
 
 

@@ -23,7 +23,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 from tqdm import tqdm
 
-from longstraw_jax import fingerprint, launch, lora, sharding, train
+from longstraw_jax import fingerprint, job_config, launch, lora, sharding, train
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import kernels, memory, plots, prerequisites, receipt
 from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics
@@ -49,22 +49,32 @@ def set_devices(config: ConfigDict, processes: int = 1) -> None:
     """Splits the CPU into this process's share of the devices, if asked to; must precede JAX's first device query.
 
     Raises:
-      ValueError: there are none, or the processes cannot share them.
+      ValueError: a field of the configuration is of another type; there are no devices, or the processes cannot
+        share them.
     """
+    if problems := job_config.type_problems(config):
+        raise ValueError("; ".join(problems))
     devices = config.mesh.devices
     if devices < 1 or devices % processes:
-        raise ValueError(f"mesh.devices={devices}; accepted: at least 1, a multiple of {processes} processes")
+        several = f", a multiple of the {processes} processes" if processes > 1 else ""
+        raise ValueError(f"mesh.devices={devices}; accepted: at least 1{several}")
     if config.mesh.emulate:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices // processes)
 
 
-def load_job(config: ConfigDict, workdir: pathlib.Path) -> Job:
-    """Checks everything that a run needs, then reads the weights. Raises ValueError with all that stands in the way."""
+def check(config: ConfigDict, workdir: pathlib.Path) -> prerequisites.Parts:
+    """What a run needs, but its weights; writes nothing. Raises ValueError with all that stands in the way."""
     parts, findings = prerequisites.examine(config, workdir)
     every = list(dict.fromkeys(itertools.chain(*launch.exchange(prerequisites.blockers(findings)))))
     if every:
         raise ValueError(every[0] if len(every) == 1 else f"{len(every)} blockers: {'; '.join(every)}")
+    return parts
+
+
+def load_job(config: ConfigDict, workdir: pathlib.Path) -> Job:
+    """Checks everything that a run needs, then reads the weights. Raises ValueError."""
+    parts = check(config, workdir)
     _, base = hf_checkpoint.load(config.model.checkpoint, parts.model.config, parts.model.mesh)
     return Job(**vars(parts), config=config, base=base, base_sha=fingerprint.tree_fingerprint(base))
 
@@ -167,7 +177,7 @@ def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
     state = train.init_state(job.model, optimizer, config.seed)
     bound = {
         "config": sha,
-        "dataset": fingerprint.sha256_json(list(job.dataset.files.values())),
+        "data.paths": job.dataset.files,
         "base": job.base_sha,
         # Tokenizer, template and document decide what a row's prompt is.
         "prompts": fingerprint.sha256_json([job.tokenizer.sha256, job.build(job.dataset.rows[0]["prompt"]).tolist()]),

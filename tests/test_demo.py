@@ -46,6 +46,23 @@ def test_its_row_is_a_dataset(tmp_path):
     assert row["id"] == "demo-0" and row["prompt"][0]["content"] == demo.QUESTION
 
 
+def test_a_configuration_that_is_refused_leaves_the_earlier_demo(tmp_path):
+    folder = tmp_path / "demo"
+    for made in (folder, tmp_path / "demo_inputs"):
+        demo.make_anew(made)
+        (made / "old").touch()
+    config = demo_config()
+    config.mesh.devices, config.mesh.emulate, config.grpo.group = 1, False, 1
+    config.data.document, config.data.prompt_tokens = "none", 0
+    with pytest.raises(ValueError, match=r"^grpo.group=1; accepted: an integer of at least 2"):
+        demo.run(config, folder)
+    assert (folder / "old").exists() and (tmp_path / "demo_inputs" / "old").exists()
+    (tmp_path / "demo_inputs" / demo.MARK).unlink()
+    with pytest.raises(ValueError, match="demo_inputs holds something else"):
+        demo.run(config, folder)
+    assert (folder / "old").exists()
+
+
 def test_only_the_folder_of_a_demo_is_removed(tmp_path):
     folder = tmp_path / "runs" / "demo"
     demo.make_anew(folder)

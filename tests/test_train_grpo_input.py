@@ -189,6 +189,13 @@ def test_bad_input_is_one_line_exit_code_2_and_nothing_written(name, results):
     assert not workdir.exists()
 
 
+def test_devices_that_the_processes_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="^mesh.devices=0; accepted: at least 1$"):
+        train_grpo.set_devices(tiny_jobs.config(**{"mesh.devices": 0}))
+    with pytest.raises(ValueError, match="mesh.devices=5; accepted: at least 1, a multiple of the 2 processes$"):
+        train_grpo.set_devices(tiny_jobs.config(**{"mesh.devices": 5}), 2)
+
+
 def test_another_configurations_folder_is_refused_before_weights_are_read(tmp_path):
     receipt.bind_config(tmp_path, train_grpo.plain(tiny_jobs.config(seed=1)))
     gone = tiny_jobs.config(**{"seed": 2, "model.checkpoint": str(tmp_path / "gone")})

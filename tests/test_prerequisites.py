@@ -87,8 +87,22 @@ def test_memory_by_formula_is_what_the_run_then_holds():
     job = tiny_jobs.job(**ON_32)
     need = prerequisites.memory_need(job.model, job.optimizer, job.policy, job.policy.capacity)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(job.base))
-    assert need["base weights"] == held
-    assert all(size > 0 for size in need.values()) and "gradient pages" not in need
+    assert {kinds["base weights"] for kinds in need.values()} == {held}
+    assert all(size > 0 for kinds in need.values() for size in kinds.values())
+    assert "gradient pages" not in need["replay"]
+
+
+def test_memory_is_that_of_the_largest_phase():
+    """A chunk's temporaries, the sampled members' tails and the gradients are not alive together."""
+    for changes, phase, kind, want in (
+        ({"grpo.group": 2}, "capture", "a chunk", OK),
+        ({"grpo.group": 10**8}, "sample 100000000", "tails", BLOCKER),
+        ({"lora.routed.rank": 10**5}, "add", "member's gradients", BLOCKER),
+    ):
+        status, detail = examine(**changes)["memory"]
+        assert status == want and f"in phase '{phase}' (" in detail
+        kinds = [k for k in ("a chunk", "tails", "member's gradients") if f", {k} " in detail]
+        assert kinds == [kind]
 
 
 def test_the_mesh_must_be_the_topologys():

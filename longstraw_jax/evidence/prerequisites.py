@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import fingerprint, job_config, launch, lora, sharding, train
+from longstraw_jax import fingerprint, job_config, launch, lora, sampling, sharding, train
 from longstraw_jax.evidence import plan, plan_programs
 from longstraw_jax.evidence.topology import Topology
 from longstraw_jax.io import data, hf_checkpoint, prompt, tokenizer
@@ -30,6 +30,7 @@ from longstraw_jax.types import PAGE, Model
 OK, BLOCKER, NOT_CHECKED = "ok", "BLOCKER", "not checked"
 CHECKSUMS = "SHA256SUMS"  # as sha256sum writes it
 DISTRIBUTION = "longstraw_jax"
+LOGIT_ROWS = 3  # of a vocabulary, that a sampled member has at once: logits, scaled ones, log-probabilities
 
 
 class Finding(NamedTuple):
@@ -260,18 +261,28 @@ def device_memory(chips: Topology | None) -> tuple[int | None, str]:
 
 def memory_need(
     model: Model, optimizer: train.OptimizerConfig, policy: train.PolicyConfig, tokens: int
-) -> dict[str, int]:
-    """Bytes of a device by kind, from shapes and shardings; a capture chunk's temporaries by the plan's formula."""
-    have = plan_programs.resident(model, train.make_optimizer(optimizer), tokens, policy.mode)
-    kinds = have.kinds(
-        "base weights", "adapters", "adapter copies", "optimizer", "latent pages", "index keys", "gradients",
-        *(("gradient pages",) if have.page_grads is not None else ()),
-    )  # fmt: skip
-    need = {name: plan.shard_bytes(tree)["device"] for name, tree in kinds.items()}
-    need["a member's gradients"] = need["gradients"]
-    capacity, chunk = pages.page_count(tokens, model.devices) * PAGE, min(policy.chunk, tokens)
-    chunk = -(-chunk // model.devices) * model.devices
-    need["capture"] = plan.capture_estimate(model.config, chunk, capacity, model.devices, model.expert_load)
+) -> dict[str, dict[str, int]]:
+    """Bytes of a device by kind in each phase, from shapes and shardings; temporaries by the plan's formula.
+
+    Of the sampler's temporaries the members' tails and logits are counted; of replay's, the gradients alone.
+    """
+    devices, config = model.devices, model.config
+    chunk = -(-min(policy.chunk, tokens) // devices) * devices
+    sizes = plan_programs.Sizes(tokens, chunk, policy.max_new_tokens, (policy.group,), policy.mode)
+    rows = -(-policy.group // devices)
+    tails = jax.eval_shape(lambda: sampling.empty_tails(model, rows, policy.max_new_tokens))
+    capacity = pages.page_count(tokens, devices) * PAGE
+    walk = {"a chunk": plan.capture_estimate(config, chunk, capacity, devices, model.expert_load)}
+    sampler = {
+        "tails": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tails)),
+        "logits": LOGIT_ROWS * rows * config.vocab_size * np.dtype(np.float32).itemsize,
+    }
+    temporaries = {"capture": walk, "reverse": walk, f"sample {policy.group}": sampler}
+    need = {}
+    for name, program in plan_programs.programs(model, train.make_optimizer(optimizer), sizes).items():
+        kinds = program.arguments | program.beside
+        held = {kind: plan.shard_bytes(tree)["device"] for kind, tree in kinds.items()}
+        need[name] = held | temporaries.get(name, {})
     return need
 
 
@@ -279,14 +290,15 @@ def _check_memory(
     model: Model, optimizer: train.OptimizerConfig, policy: train.PolicyConfig, tokens: int, chips: Topology | None
 ) -> str:
     """Raises ValueError where a device's memory is smaller than what the run holds by formula."""
-    need, (memory, source) = memory_need(model, optimizer, policy, tokens), device_memory(chips)
+    phases, (memory, source) = memory_need(model, optimizer, policy, tokens), device_memory(chips)
+    phase, need = max(phases.items(), key=lambda item: sum(item[1].values()))
     total = sum(need.values())
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need.items())
-    text = f"{total / 1e9:.2f} GB a device by formula ({listed})"
+    text = f"{total / 1e9:.2f} GB a device by formula, in phase {phase!r} ({listed})"
     if memory is not None and total > memory:
         raise ValueError(
-            f"{text}; accepted: {memory / 1e9:.2f} GB ({source}), by more devices, a smaller capture.chunk or shorter "
-            "prompts"
+            f"{text}; accepted: {memory / 1e9:.2f} GB ({source}), by more devices, a smaller capture.chunk or "
+            "grpo.group, or shorter prompts"
         )
     return f"{text}, {source}: " + ("unknown" if memory is None else f"{memory / 1e9:.2f} GB")
 

@@ -115,3 +115,12 @@ def test_a_page_is_filled_by_two_saves_and_counts_as_far_as_was_named(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND), whole)
     (tmp_path / prefix_pages.PROGRESS_FILE).write_bytes(before)
     jax.tree.map(np.testing.assert_array_equal, prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND), part)
+
+
+def test_pages_on_the_host_are_refused(tmp_path):
+    model = dataclasses.replace(tiny.model(1), prefix_store="host")
+    said = "prefix_store='host' with pages saved or resumed; accepted: 'device'"
+    with pytest.raises(ValueError, match=said):
+        prefix_pages.save(tmp_path, model, empty(1), BOUND)
+    with pytest.raises(ValueError, match=said):
+        prefix_pages.load(tmp_path, model, tiny.CAPACITY, BOUND)

@@ -52,6 +52,12 @@ def _blocks(first: int, last: int, total: int, devices: int):
         yield start, min(BLOCK, last - start), np.where(page < last, place, total).astype(np.int32)
 
 
+def check_store(model: Model) -> None:
+    """Raises ValueError for pages that rest on the host, from where no program can pick single pages."""
+    if model.prefix_store != "device":
+        raise ValueError(f"prefix_store={model.prefix_store!r} with pages saved or resumed; accepted: 'device'")
+
+
 def save(
     folder: str | os.PathLike, model: Model, state: PrefixState, bound: Mapping[str, Any], *, saved: int = 0
 ) -> int:
@@ -67,8 +73,9 @@ def save(
 
     Raises:
       OSError: progress.json still says what was there before, or is gone where `saved` is 0.
-      ValueError: progress.json is not what `save` writes.
+      ValueError: progress.json is not what `save` writes; pages on the host.
     """
+    check_store(model)
     folder, tokens = pathlib.Path(folder), int(state.length)
     folder.mkdir(parents=True, exist_ok=True)
     known = {}
@@ -110,8 +117,9 @@ def load(folder: str | os.PathLike, model: Model, capacity: int, bound: Mapping[
 
     Raises:
       ValueError: progress.json is not what `save` writes; another `bound`, more tokens than `capacity`, a file that is
-        too short or that holds other bytes than were written.
+        too short or that holds other bytes than were written; pages on the host.
     """
+    check_store(model)
     folder = pathlib.Path(folder)
     if not (folder / PROGRESS_FILE).is_file():
         return None

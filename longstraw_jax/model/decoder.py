@@ -228,6 +228,9 @@ def make_model(
     if not expert_load >= 1:
         raise ValueError(f"expert_load={expert_load}; accepted: 1 (the mean) or more")
     graphdef, state = abstract(config)
+    if prefix_store == "host" and mesh is None:
+        # Programs over a mesh alone are told which of their arguments rest on the host.
+        mesh = Mesh(np.asarray(jax.devices()[:1]), (sharding.AXIS,))
     devices = mesh.size if mesh is not None else 1
     for path, variable in nnx.to_flat_state(state):
         for size, name in zip(variable.shape, variable.get_metadata("axes"), strict=True):

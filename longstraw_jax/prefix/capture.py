@@ -185,16 +185,7 @@ def capture(
       ValueError: chunk, capacity or a token id out of range.
     """
     tokens = np.asarray(tokens, np.int32)
-    config = model.config
-    config.check_length(tokens.size + 1, "prompt")
-    check_chunk(model, chunk)
-    capacity = tokens.size if capacity is None else capacity
-    if capacity < tokens.size:
-        raise ValueError(f"capacity={capacity}; accepted: at least the {tokens.size} tokens to capture")
-    check_ids(tokens, config.vocab_size)
-    if model.prefix_store == "host":
-        capacity = -(-capacity // chunk) * chunk  # chunks are written whole
-    state = pages.allocate(model, capacity)
+    state = pages.allocate(model, room(model, tokens, chunk, capacity))
     for start, count, ids in chunk_ids(model, tokens, chunk):
         args = (model, base, adapters, state, ids, np.int32(count))
         if keep_selection is None:
@@ -206,6 +197,25 @@ def capture(
             progress(start + count)
     # Last, because a chunk donates the state it extends and the caller keeps the fingerprint.
     return dataclasses.replace(state, fingerprint=fingerprint)
+
+
+def room(model: Model, tokens: Int[np.ndarray, "S-1"], chunk: int, capacity: int | None = None) -> int:
+    """Tokens to allocate pages for, so that every chunk of a capture can be written.
+
+    Args:
+      tokens, chunk, capacity: as in `capture`.
+
+    Raises:
+      ConfigError, ValueError: as in `capture`.
+    """
+    model.config.check_length(tokens.size + 1, "prompt")
+    check_chunk(model, chunk)
+    capacity = tokens.size if capacity is None else capacity
+    if capacity < tokens.size:
+        raise ValueError(f"capacity={capacity}; accepted: at least the {tokens.size} tokens to capture")
+    check_ids(tokens, model.config.vocab_size)
+    # On the host chunks are written whole, and one that the pool ends in would be moved to fit.
+    return -(-capacity // chunk) * chunk if model.prefix_store == "host" else capacity
 
 
 def check_chunk(model: Model, chunk: int) -> None:

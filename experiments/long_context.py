@@ -22,13 +22,13 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from longstraw_jax import command, exact_gradient, fingerprint, lora, replay, sampling, train
+from longstraw_jax import command, exact_gradient, lora, replay, sampling, train
 from longstraw_jax import config as config_lib
 from longstraw_jax.evidence import kernels, memory, plan_costs, receipt
 from longstraw_jax.io import prefix_pages
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
-from longstraw_jax.prefix import capture, pages, refresh
+from longstraw_jax.prefix import capture, freshness, pages, refresh
 from longstraw_jax.rl import advantages
 from longstraw_jax.types import Model, Params, PrefixState
 
@@ -47,10 +47,15 @@ def sliced(raw: dict[str, Any], layers: int, experts: int) -> dict[str, Any]:
       experts: routed experts a layer, 0 for the configuration's own.
 
     Raises:
-      ValueError: more layers or experts than there are.
+      ValueError: more layers or experts than there are; no such layer to begin with.
     """
     whole, total = config_lib.model_config_from_hf(raw), raw["num_hidden_layers"]
     kinds = list(zip(whole.indexer_types, whole.mlp_layer_types, strict=True))
+    if layers != total and ("full", "sparse") not in kinds:
+        raise ValueError(
+            f"--architecture: the kinds of its layers are {sorted(set(kinds))}; accepted: ('full', 'sparse') among "
+            f"them, or --layers={total} (all)"
+        )
     first = 0 if layers == total else kinds.index(("full", "sparse"))
     if not 1 <= layers <= total - first:
         raise ValueError(f"--layers={layers}; accepted: 1 to {total - first}, or all {total}")
@@ -66,6 +71,13 @@ def sliced(raw: dict[str, Any], layers: int, experts: int) -> dict[str, Any]:
         "n_routed_experts": experts or raw["n_routed_experts"],
         "num_nextn_predict_layers": 0,
     }
+
+
+def group_sizes(given: list[str]) -> list[int]:
+    """Raises ValueError for anything but positive integers."""
+    if not given or not all(size.strip().isdecimal() and int(size) > 0 for size in given):
+        raise ValueError(f"--group={','.join(given)}; accepted: positive integers, as 2,8")
+    return [int(size) for size in given]
 
 
 class Phases:
@@ -107,31 +119,61 @@ def matmul_rate() -> float:
     return 10 * 2 * MATMUL**3 / (time.perf_counter() - started)
 
 
+def bound_to(model: Model, values: Any) -> dict[str, Any]:
+    """What a prompt's pages depend on: weights and adapters are drawn from the seed, as the prompt is."""
+    policy = freshness.policy_fingerprint(model, f"seed {values.seed}")
+    return {name: getattr(values, name) for name in ("tokens", "seed", "mode", "chunk")} | {
+        "policy": "".join(f"{word:08x}" for word in policy),
+        "kernels": kernels.implementations(model),
+    }
+
+
+def capture_flops(config: config_lib.ModelConfig, adapters: config_lib.LoraConfig, first: int, last: int) -> int:
+    """Of the prompt's tokens first..last-1, each of which sees itself and those before it."""
+    keys = np.arange(first + 1, last + 1)
+    return (
+        plan_costs.forward_flops(config, adapters, keys.size, 0)
+        + plan_costs.attention_flops(config, 1) * int(np.minimum(keys, config.index_topk).sum())
+        + plan_costs.index_flops(config, 1) * int(keys.sum())
+    )
+
+
 def capture_prompt(
     model: Model,
     base: Params,
-    adapters: Params,
+    adapters: Params | None,
     tokens: np.ndarray,
-    chunk: int,
-    folder: pathlib.Path | None,
-    bound: dict[str, Any],
-    save_every: int,
-    resume: bool,
+    folder: pathlib.Path,
+    values: Any,
+    phases: Phases,
 ) -> tuple[PrefixState, int]:
-    """The resident prompt, and how many of its tokens came from disk. Raises ValueError for other pages on disk."""
-    state = prefix_pages.load(folder, model, tokens.size, bound) if resume and folder is not None else None
+    """The resident prompt, and how many of its tokens came from disk.
+
+    Raises:
+      ValueError: other pages on disk, a prompt or a chunk out of range.
+    """
+    room, bound, state = capture.room(model, tokens, values.chunk), bound_to(model, values), None
+    if values.resume:
+        state = phases.run("load pages", lambda: prefix_pages.load(folder, model, room, bound))
     start = 0 if state is None else int(state.length)
-    state = pages.allocate(model, tokens.size) if state is None else state
-    saved = start
+    state = pages.allocate(model, room) if state is None else state
+    saved, saving, started = start, 0.0, time.perf_counter()
     with tqdm(total=tokens.size, initial=start, desc="capture", unit="token", unit_scale=True, file=sys.stderr) as bar:
-        for number, (at, count, ids) in enumerate(capture.chunk_ids(model, tokens, chunk)):
+        for number, (at, count, ids) in enumerate(capture.chunk_ids(model, tokens, values.chunk)):
             if at < start:
                 continue
             state = capture.capture_chunk(model, base, adapters, state, ids, np.int32(count))
             jax.block_until_ready(state.length)
             bar.update(count)
-            if save_every and folder is not None and (number + 1) % save_every == 0:
+            if values.save_every and (number + 1) % values.save_every == 0:
+                before = time.perf_counter()
                 saved = prefix_pages.save(folder, model, state, bound, saved=saved)
+                saving += time.perf_counter() - before
+    seconds = time.perf_counter() - started - saving
+    flops = capture_flops(model.config, model.lora, start, tokens.size)
+    phases.add("capture", seconds, tokens=tokens.size - start, flops=flops)
+    if values.save_every:
+        phases.add("save pages", saving, tokens=0, flops=0)
     return state, start
 
 
@@ -200,7 +242,7 @@ def run_group(
 
 def run(values: Any) -> dict[str, Any]:
     """The receipt of one run. Raises ValueError for bad input."""
-    groups = [int(g) for g in values.group]
+    groups = group_sizes(values.group)
     raw = sliced(json.loads(pathlib.Path(values.architecture).read_text()), values.layers, values.experts)
     architecture = config_lib.model_config_from_hf(raw)
     if values.tokens + values.response > architecture.max_position_embeddings:
@@ -209,6 +251,8 @@ def run(values: Any) -> dict[str, Any]:
     adapters = config_lib.LoraConfig(tuple((name, values.rank, 2.0 * values.rank) for name in sorted(targets)))
     options = dict(lora=adapters, kernels=values.kernels, prefix_store=values.prefix_store)
     model = decoder.make_model(architecture, **options)
+    if values.save_every or values.resume:
+        prefix_pages.check_store(model)
     policies = [
         train.PolicyConfig(
             eos_ids=(), capacity=values.tokens, mode=values.mode, group=group, max_new_tokens=values.response,
@@ -223,17 +267,8 @@ def run(values: Any) -> dict[str, Any]:
     state = phases.run("adapters", lambda: train.init_state(model, optimizer, values.seed))
     workdir = pathlib.Path(values.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    # Prompt, weights and adapters follow from these.
-    bound = {name: getattr(values, name) for name in ("tokens", "seed", "mode", "chunk", "rank")}
-    bound["architecture"] = fingerprint.sha256_json(raw)
-    resident_tokens = values.tokens - 1
-    flops = plan_costs.forward_flops(architecture, adapters, resident_tokens, resident_tokens // 2)
-    started, used = time.perf_counter(), None if values.mode == "frozen" else state.adapters
-    prefix, restored = capture_prompt(
-        model, base, used, prompt[:-1], values.chunk, workdir / "pages", bound, values.save_every, values.resume
-    )
-    share = 1 - (restored / resident_tokens) ** 2 if restored else 1
-    phases.add("capture", time.perf_counter() - started, tokens=resident_tokens - restored, flops=share * flops)
+    used = None if values.mode == "frozen" else state.adapters
+    prefix, restored = capture_prompt(model, base, used, prompt[:-1], workdir / "pages", values, phases)
     resident = refresh.Resident(prompt, prefix, captured_at=0)
     for policy in policies:
         # The same state for each: groups are compared, not trained one after the other.
@@ -250,7 +285,7 @@ def run(values: Any) -> dict[str, Any]:
         "kernels": kernels.implementations(model),
         "matmul_flops_per_second": phases.matmul_rate,
         "memory_source": memory.peak_bytes()[1],
-        "resident_bytes": pages.prefix_bytes(architecture, resident_tokens, 1),
+        "resident_bytes": pages.prefix_bytes(architecture, values.tokens - 1, 1),
         "restored_tokens": restored,
         "phases": phases.rows,
     }

@@ -1,12 +1,19 @@
 """The capacity run: its slice of layers, and one whole run at a tiny size, resumed from its saved pages."""
 
+import dataclasses
 import json
 import pathlib
 import types
 
 import jax
+import numpy as np
 import pytest
+import tiny
 import tiny_jobs  # puts experiments/ on the path
+
+from longstraw_jax import config as config_lib
+from longstraw_jax.evidence import plan_costs
+from longstraw_jax.model import decoder
 
 import long_context  # isort: skip
 
@@ -36,6 +43,31 @@ def test_a_slice_that_is_not_there_is_refused(layers, experts, said):
         long_context.sliced(GLM52, layers, experts)
 
 
+def test_an_architecture_without_such_a_layer_is_refused():
+    raw = GLM52 | {"mlp_layer_types": ["dense"] * 78}
+    said = r"--architecture: the kinds of its layers are .*; accepted: \('full', 'sparse'\) among them, or --layers=78"
+    with pytest.raises(ValueError, match=said):
+        long_context.sliced(raw, 4, 0)
+    assert long_context.sliced(raw, 78, 0)["mlp_layer_types"] == ["dense"] * 78
+
+
+@pytest.mark.parametrize("given", [["x"], ["2", "0"], ["2", ""], []])
+def test_group_sizes_are_positive_integers(given):
+    with pytest.raises(ValueError, match=f"--group={','.join(given)}; accepted: positive integers, as 2,8"):
+        long_context.group_sizes(given)
+
+
+def test_flops_of_a_capture_are_those_of_the_tokens_it_runs():
+    config = config_lib.model_config_from_hf(GLM52)
+    lora = config_lib.LoraConfig((("q_a", 2, 4.0),))
+    whole, parts = (
+        [long_context.capture_flops(config, lora, *ends) for ends in pairs]
+        for pairs in ([(0, 5000)], [(0, 3000), (3000, 5000)])
+    )
+    assert whole[0] == sum(parts)
+    assert parts[1] == sum(plan_costs.forward_flops(config, lora, 1, keys) for keys in range(3001, 5001))
+
+
 def values(workdir: pathlib.Path, **changes) -> types.SimpleNamespace:
     architecture = workdir / "config.json"
     workdir.mkdir(exist_ok=True)
@@ -47,39 +79,82 @@ def values(workdir: pathlib.Path, **changes) -> types.SimpleNamespace:
     return types.SimpleNamespace(**given | changes)
 
 
-def test_a_run_times_every_phase_and_goes_on_from_its_pages(tmp_path):
+def captures(run, monkeypatch):
+    """Pages and phases of each of `run`'s runs when its capture is done; the rest of a run is left out."""
+    seen = []
+
+    def stop(*args):
+        seen.append((jax.tree.map(np.asarray, args[5].prefix), args[6].rows))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(long_context, "run_group", stop)
+        for given in run:
+            with pytest.raises(KeyboardInterrupt):
+                long_context.run(given)
+    return seen
+
+
+def test_a_run_times_every_phase_and_goes_on_from_its_pages(tmp_path, monkeypatch):
     first = long_context.run(values(tmp_path / "run"))
     names = [row["phase"] for row in first["phases"]]
-    assert names == ["weights", "adapters", "capture"] + [
+    group = [
         f"group 2: {phase}"
         for phase in ("sample", "score", "replay 0", "replay 1", "reverse pass", "finalise and step")
     ]
+    assert names == ["weights", "adapters", "capture", "save pages", *group]
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in first["phases"])
     assert first["restored_tokens"] == 0 and first["phases"][2]["tokens"] == 199
     written = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert written == json.loads(json.dumps(first))
 
-    seen = []
-    original = long_context.run_group
+    progress = json.loads((tmp_path / "run" / "pages" / "progress.json").read_text())
+    assert progress["tokens"] == 199
+    (tmp_path / "run" / "pages" / "progress.json").write_text(json.dumps(halved(progress)))
+    runs = [values(tmp_path / "run", resume=resume, save_every=0) for resume in (False, True)]
+    (straight, _), (resumed, rows) = captures(runs, monkeypatch)
+    jax.tree.map(np.testing.assert_array_equal, straight, resumed)
+    assert [row["phase"] for row in rows] == ["weights", "adapters", "load pages", "capture"]
+    assert rows[3]["tokens"] == 71 and 0 < rows[3]["flops"] < first["phases"][2]["flops"] / 2
 
-    def stop(*args):
-        seen.append(jax.tree.map(lambda x: x.copy(), args[5].prefix))
-        raise KeyboardInterrupt
 
-    long_context.run_group = stop
-    try:
-        for resume in (False, True):
-            with pytest.raises(KeyboardInterrupt):
-                long_context.run(values(tmp_path / "run", resume=resume, save_every=0))
-    finally:
-        long_context.run_group = original
-    straight, resumed = seen
-    jax.tree.map(lambda a, b: (a == b).all() or pytest.fail("pages differ"), straight, resumed)
+def halved(progress):
+    """The progress.json of the first save, after two chunks."""
+    return progress | {"tokens": 128, "blocks": {name: blocks[:1] for name, blocks in progress["blocks"].items()}}
+
+
+def test_pages_on_the_host_are_those_on_the_device(tmp_path, monkeypatch):
+    """On one device; the chunk does not divide the prompt, whose pages a whole last chunk would run past."""
+    runs = [values(tmp_path / store, prefix_store=store, chunk=192, save_every=0) for store in ("device", "host")]
+    (device, _), (host, _) = captures(runs, monkeypatch)
+    for a, b in zip((*device.latents, *device.index_keys), (*host.latents, *host.index_keys), strict=True):
+        np.testing.assert_allclose(b[..., : a.shape[-3], :, :], a, atol=1e-5)
+    assert host.latents[0].shape[2] == 6
+
+
+def test_a_chunk_that_host_pages_cannot_take_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="chunk=100 with prefix_store='host'; accepted: a multiple of 64"):
+        long_context.run(values(tmp_path / "run", prefix_store="host", chunk=100, save_every=0))
+    with pytest.raises(ValueError, match="prefix_store='host' with pages saved or resumed; accepted: 'device'"):
+        long_context.run(values(tmp_path / "run", prefix_store="host"))
+
+
+def test_pages_are_bound_to_the_model_and_its_kernels():
+    def bound(config=tiny.CONFIG, lora=tiny.LORA, **changes):
+        given = types.SimpleNamespace(**dict(tokens=200, seed=0, mode="exact", chunk=64) | changes)
+        return long_context.bound_to(decoder.make_model(config, lora=lora), given)
+
+    assert bound() == bound() and bound()["kernels"]["grouped_matmul"]
+    longer = config_lib.extend_positions(tiny.CONFIG, 4096)
+    others = [bound(longer), bound(lora=config_lib.LoraConfig((("q_a", 2, 4.0),))), bound(seed=1), bound(chunk=128)]
+    others.append(bound(dataclasses.replace(tiny.CONFIG, rms_norm_eps=1e-3)))
+    assert all(other != bound() for other in others)
+    assert len({json.dumps(other) for other in others}) == len(others)
 
 
 def test_pages_of_another_prompt_are_refused(tmp_path):
     folder = tmp_path / "run" / "pages"
     folder.mkdir(parents=True)
-    (folder / "progress.json").write_text(json.dumps({"tokens": 128, "bound": {"seed": 1}}))
+    (folder / "progress.json").write_text(json.dumps({"tokens": 128, "bound": {"seed": 1}, "blocks": {}}))
     with pytest.raises(ValueError, match="its pages are bound to {'seed': 1}; accepted: "):
         long_context.run(values(tmp_path / "run", resume=True))

@@ -70,7 +70,7 @@ BAD = {
         ["--config.grpo.max_new_tokens=200"],
         ["max_position_embeddings=256", "--config.model.yarn_positions=", "prompt plus response of "],
     ),
-    "group of one": (["--config.grpo.group=1"], ["group", "1; accepted: an integer of at least 2"]),
+    "group of one": (["--config.grpo.group=1"], ["grpo.group=1; accepted: an integer of at least 2"]),
     "unknown mode": (["--config.grpo.mode=thawed"], ["mode='thawed'", "'frozen' or 'detached' or 'exact'"]),
     "a selection that nothing would read": (
         ["--config.capture.keep_selection=True"],
@@ -154,6 +154,10 @@ BAD = {
     "seed": (["--config.seed=-1"], ["seed=-1; accepted: 0 to 4294967295"]),
     "checkpoints kept": (["--config.checkpoint.keep=0"], ["checkpoint.keep=0; accepted: at least 1"]),
     "optimizer": (["--config.optimizer.b1=1.0"], ["optimizer.b1=1.0; accepted: 0 to below 1"]),
+    "learning rate": (
+        ["--config.optimizer.learning_rate=inf", "--config.grpo.temperature=nan"],
+        ["optimizer.learning_rate=inf; accepted: a finite number", "grpo.temperature=nan; accepted: a finite number"],
+    ),
     "stray argument": (["more"], ["arguments ['more']; accepted: --config=FILE --workdir=DIR"]),
 }
 

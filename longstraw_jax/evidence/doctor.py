@@ -13,6 +13,7 @@ import jax
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+from longstraw_jax import job_config
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import prerequisites, topology
 
@@ -21,7 +22,8 @@ def diagnose(
     config: ConfigDict, workdir: pathlib.Path, chips: topology.Topology | None, *, hash_weights: bool = False
 ) -> list[prerequisites.Finding]:
     """The rows; must come before JAX's first device query, because it chooses the devices."""
-    if chips is not None or config.mesh.emulate:
+    sound = not job_config.type_problems(config)  # else `examine` says what is wrong, whatever the devices
+    if sound and (chips is not None or config.mesh.emulate):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", chips.devices if chips is not None else max(config.mesh.devices, 1))
     return prerequisites.examine(config, workdir, chips=chips, hash_weights=hash_weights)[1]

@@ -30,4 +30,5 @@ def test_the_command_judges_chips_that_are_not_here_and_refuses_bad_usage(tmp_pa
     assert code == 1 and "2 blockers" in out and "max_position_embeddings=256" in out and "optimizer.eps=0" in out
     code, _, err = call("--topology=tpu:v9")
     assert code == 2 and "topology='tpu:v9' is not known; accepted: " in err[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "config.py"]
+    # Importing the configuration may leave its byte code.
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"config.json", "config.py"}

@@ -162,11 +162,13 @@ def select(
         keys = with_tail(flat_pages(pages, axis), tail[0], length)
         limit = jnp.where(query_index[0] >= 0, length + query_index[0] + 1, 0)
         return best(q[0], w[0], keys, limit, k)[1][None]
-    tail_scores, tail_ids, _ = jax.vmap(lambda *row: best(*row, k))(q, w, tail, query_index + 1)
     if pages is None:
-        return tail_ids
+        return jax.vmap(lambda *row: best(*row, k)[1])(q, w, tail, query_index + 1)
 
-    tail_scores, tail_ids = (x.reshape(b * t, -1) for x in (tail_scores, tail_ids))
+    # Tails are short: all rows' at once, where kernels would take them one after the other.
+    tail_scores = jax.vmap(indexer_topk.index_scores)(q, w, tail)
+    visible = jnp.arange(tail.shape[1]) <= query_index[..., None]
+    tail_scores, tail_ids = indexer_topk.select(*(x.reshape(b * t, -1) for x in (tail_scores, visible)), k)
     # One message there (fp32, which rounds nothing) and one back.
     message = jnp.concatenate([q.astype(jnp.float32), w[..., None].astype(jnp.float32)], axis=-1)
     message = gather(message.reshape(b * t, *message.shape[2:]), axis, 0)

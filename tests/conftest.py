@@ -1,6 +1,7 @@
-"""32 emulated CPU devices for every test and one store of compiled programs; set before JAX starts."""
+"""32 emulated CPU devices and one store of compiled programs, set before JAX starts; tokenizers of two kinds."""
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -23,6 +24,40 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
+import tokenizers  # noqa: E402
+
+from longstraw_jax.io import prompt  # noqa: E402
+from longstraw_jax.io import tokenizer as tokenizer_lib  # noqa: E402
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 32)
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    return tokenizer_lib.save_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="module")
+def bpe_tokenizer(tmp_path_factory):
+    """A byte-level BPE tokenizer trained on Python's documentation, loaded from its tokenizer.json."""
+    folder = tmp_path_factory.mktemp("bpe")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=list(tokenizer_lib.GLM_SPECIAL_TOKENS),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([prompt.python_documentation_text(30_000)], trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return tokenizer_lib.load_tokenizer(folder)
+
+
+@pytest.fixture(params=["byte", "bpe"])
+def tokenizer(request):
+    return request.getfixturevalue(f"{request.param}_tokenizer")

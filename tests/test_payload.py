@@ -1,47 +1,16 @@
 """Prompts of an exact length on disk: deterministic, the question where it was asked for, bound to their tokenizer."""
 
-import json
 import pathlib
 
 import numpy as np
 import pytest
-import tokenizers
 
 from longstraw_jax.io import payload
 from longstraw_jax.io import prompt as pr
-from longstraw_jax.io import tokenizer as tk
 
 TINY = pr.ChatTemplate(pr.tiny_chat_template(), "tiny_chat_template.jinja")
 QUESTION = "How many 数?"
 TOKENS = 20_000
-
-
-@pytest.fixture(scope="module")
-def byte_tokenizer(tmp_path_factory):
-    return tk.save_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture(scope="module")
-def bpe_tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bpe")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=list(tk.GLM_SPECIAL_TOKENS),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([pr.python_documentation_text(30_000)], trainer)
-    bpe.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
-    return tk.load_tokenizer(folder)
-
-
-@pytest.fixture(params=["byte", "bpe"])
-def tokenizer(request):
-    return request.getfixturevalue(f"{request.param}_tokenizer")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
 
 from longstraw_jax.io import prompt as pr
 from longstraw_jax.io import tokenizer as tk
@@ -13,35 +12,6 @@ from longstraw_jax.io import tokenizer as tk
 QUESTION = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "How many 数?"}]
 TINY = pr.ChatTemplate(pr.tiny_chat_template(), "tiny_chat_template.jinja")
 ALL_WIDTHS = "aé数🙂 " * 200  # characters of one to four bytes
-
-
-@pytest.fixture(scope="module")
-def byte_tokenizer(tmp_path_factory):
-    return tk.save_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
-
-
-@pytest.fixture(scope="module")
-def bpe_tokenizer(tmp_path_factory):
-    """A byte-level BPE tokenizer trained on Python's documentation, loaded from its tokenizer.json."""
-    folder = tmp_path_factory.mktemp("bpe")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=list(tk.GLM_SPECIAL_TOKENS),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([pr.python_documentation_text(30_000)], trainer)
-    bpe.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
-    return tk.load_tokenizer(folder)
-
-
-@pytest.fixture(params=["byte", "bpe"])
-def tokenizer(request):
-    return request.getfixturevalue(f"{request.param}_tokenizer")
 
 
 def render(text, messages=QUESTION, **variables):

@@ -113,6 +113,8 @@ def test_loops_that_a_compiler_does_not_annotate_count_by_their_condition():
     """As libtpu writes them; what is conditional in the loop counts once."""
     share = 16 * 8 * 4
     assert hlo_report.collective_bytes(LOOP, 8) == {"all-gather": 5 * 7 * share, "all-to-all": share * 7 / 8}
+    both = LOOP.replace("  ROOT %lt", "  ROOT %both = pred[] and(%lt, %some)\n  %lt")  # ends earlier if data say so
+    assert hlo_report.collective_bytes(both, 8)["all-gather"] == 7 * share
 
 
 def test_tokens_must_fill_pages_and_stay_in_the_window():

@@ -56,7 +56,8 @@ def _trips(loop: Instruction, computations: dict[str, list[Instruction]]) -> int
     condition = computations.get(_CONDITION.search(loop.line)[1], ())
     constants = {name: int(value[1]) for name, _, op, line in condition if (value := _CONSTANT.search(line))}
     for instruction in condition:
-        if instruction.op == "compare" and "direction=LT" in instruction.line:
+        # Only where it is the whole condition: a decode also ends when nobody is left.
+        if instruction.op == "compare" and "direction=LT" in instruction.line and "ROOT" in instruction.line:
             named = [constants[x] for x in re.findall(r"%([\w.\-]+)", instruction.line) if x in constants]
             return named[0] if named else 1
     return 1

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax import parallel, sharding
 from longstraw_jax.config import LoraConfig, ModelConfig, Segment
+from longstraw_jax.model import draw
 from longstraw_jax.model.block import Block, Pass, pairs_of
 from longstraw_jax.model.linear import Linear, Pair, parameter
 from longstraw_jax.model.norms import RMSNorm
@@ -265,22 +266,17 @@ def _nest(flat: dict[tuple[Any, ...], Any]) -> Params:
 HOST_DRAW = 1 << 22  # numbers
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "std", "out"))
-def _normal(key, *, shape, dtype, std, out):
-    value = (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-    return jax.lax.with_sharding_constraint(value, out)
-
-
 def init_params(config: ModelConfig, seed: int, *, mesh: Mesh | None = None) -> Params:
     """Random base weights, each where it will lie; a parameter depends on the seed and its name, not on the mesh.
 
     Small ones are drawn on the host, because a program for each of so many shapes would compile for longer than the
-    draws take; large ones (full-size experts) on the devices that hold them.
+    draws take; large ones on the devices that hold them.
     """
     drawn = {}
     for path, variable in nnx.to_flat_state(abstract(config)[1]):
         shape, dtype, init = variable.shape, variable.dtype, variable.get_metadata("init")
-        out = sharding.named(mesh, sharding.spec(variable.get_metadata("axes")))
+        spec = sharding.spec(variable.get_metadata("axes"))
+        out = sharding.named(mesh, spec)
         name = zlib.crc32(repr(path).encode())
         if init in ("ones", "zeros"):
             drawn[path] = jax.device_put(np.full(shape, init == "ones", dtype), out)
@@ -289,5 +285,5 @@ def init_params(config: ModelConfig, seed: int, *, mesh: Mesh | None = None) -> 
             drawn[path] = jax.device_put((init * own.standard_normal(shape, np.float32)).astype(dtype), out)
         else:
             key = jax.random.fold_in(jax.random.key(seed), name)
-            drawn[path] = _normal(key, shape=shape, dtype=dtype, std=init, out=out)
+            drawn[path] = draw.normal(key, shape=shape, dtype=dtype, std=init, mesh=mesh, spec=spec)
     return _nest(drawn)

@@ -19,7 +19,7 @@ import make_tiny_checkpoint
 from absl import app, flags
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import fingerprint, train
+from longstraw_jax import fingerprint, rollout, train
 from longstraw_jax.evidence import kernels, plan, plan_needs, plan_programs, plan_report, receipt, topology
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
@@ -75,7 +75,7 @@ def run(values: flags.FlagValues, done: Callable[[str, dict[str, Any]], None]) -
         raise ValueError(f"response={values.response}; accepted: at least 1")
     if values.rank < 1:
         raise ValueError(f"rank={values.rank}; accepted: at least 1")
-    train.check_mode(values.mode)
+    rollout.check_mode(values.mode)
     config = load_config(values.config, values.yarn_positions)
     plan.check_tokens(config, values.tokens, values.response, chips.devices)
     topology.prepare(chips)

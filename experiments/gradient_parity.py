@@ -22,7 +22,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import fingerprint, job_config, lora, sharding, train
+from longstraw_jax import fingerprint, job_config, lora, rollout, sharding, train
 from longstraw_jax.command import parse_flags
 from longstraw_jax.evidence import parity, receipt
 from longstraw_jax.io import hf_checkpoint
@@ -42,7 +42,7 @@ def parse_modes(text: str) -> list[str]:
     """Raises ValueError for anything but supported modes, each once."""
     modes = text.split(",")
     for mode in modes:
-        train.check_mode(mode)
+        rollout.check_mode(mode)
     if len(set(modes)) != len(modes):
         raise ValueError(f"--modes={text}; accepted: each mode once")
     return modes
@@ -86,7 +86,7 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
     architecture = load_architecture(config)
     lengths = response_lengths(config.grpo.max_new_tokens)
     architecture.check_length(tokens + max(lengths))
-    policy = train.PolicyConfig(
+    policy = rollout.PolicyConfig(
         eos_ids=(),
         capacity=tokens,
         group=len(lengths),
@@ -191,7 +191,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "config", None, "Configuration file, see experiments/configs/parity_tiny.py.", flag_values=values
     )
     flags.DEFINE_integer("tokens", None, "Tokens of the prompt.", flag_values=values)
-    flags.DEFINE_string("modes", ",".join(train.MODES), "Prefix-gradient modes to compare.", flag_values=values)
+    flags.DEFINE_string("modes", ",".join(rollout.MODES), "Prefix-gradient modes to compare.", flag_values=values)
     flags.DEFINE_string("out", None, "File for the JSON receipt.", flag_values=values)
 
 

@@ -7,6 +7,7 @@ speed, not of learning. Prints a row a phase and writes receipt.json. With --sav
 on with --resume.
 """
 
+import dataclasses
 import importlib.metadata
 import json
 import pathlib
@@ -22,14 +23,13 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from longstraw_jax import command, exact_gradient, lora, replay, sampling, train
+from longstraw_jax import command, exact_gradient, lora, replay, rollout, train
 from longstraw_jax import config as config_lib
 from longstraw_jax.evidence import kernels, memory, plan_costs, receipt
 from longstraw_jax.io import prefix_pages
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, freshness, pages, refresh
-from longstraw_jax.rl import advantages
 from longstraw_jax.types import Model, Params, PrefixState
 
 HERE = pathlib.Path(__file__).parent
@@ -179,7 +179,7 @@ def capture_prompt(
 
 def run_group(
     model: Model,
-    policy: train.PolicyConfig,
+    policy: rollout.PolicyConfig,
     optimizer: Any,
     base: Params,
     state: train.TrainState,
@@ -191,29 +191,21 @@ def run_group(
     config, keys, size, name = model.config, resident.tokens.size, policy.group, f"group {policy.group}: "
     budget = policy.max_new_tokens
     response = plan_costs.forward_flops(config, model.lora, budget, keys) + budget * plan_costs.head_flops(config)
-    boundary, prefix = int(resident.tokens[-1]), resident.prefix
+    prefix = resident.prefix
     samples = phases.run(
         name + "sample",
-        lambda: sampling.sample(
-            model, base, state.adapters, prefix, boundary, jax.random.key(seed),
-            group=size, max_new_tokens=budget, eos_ids=(),
-        ),
+        lambda: rollout.sample(model, policy, base, state.adapters, resident, jax.random.key(seed)),
         tokens=size * budget, flops=size * response,
     )  # fmt: skip
-    rows = np.asarray(samples.tokens)
-    inputs, targets, lengths = replay.member_inputs(boundary, rows.tolist(), replay.pad_length(budget, model.devices))
+    rewards = (samples.tokens < config.vocab_size // 2).mean(1, dtype=np.float32)  # any function of the tokens serves
+    rewards += 1e-3 * np.arange(size, dtype=np.float32)  # never a group without a signal
+    group, _ = rollout.unscored_group(model, policy, int(resident.tokens[-1]), samples, rewards)
     old, _ = phases.run(
         name + "score",
-        lambda: replay.score(model, base, state.adapters, prefix, inputs, targets, lengths),
+        lambda: replay.score(model, base, state.adapters, prefix, group.inputs, group.targets, group.lengths),
         tokens=size * budget, flops=size * response,
     )  # fmt: skip
-    rewards = (rows < config.vocab_size // 2).mean(1, dtype=np.float32)  # any function of the tokens serves here
-    rewards += 1e-3 * np.arange(size, dtype=np.float32)  # never a group without a signal
-    gains = advantages.group_advantages(jnp.asarray(rewards), jnp.zeros(size, jnp.int32), num_groups=1)
-    mask = np.arange(inputs.shape[1]) < lengths[:, None]
-    sampler = np.zeros(inputs.shape, np.float32)
-    sampler[:, :budget] = np.asarray(samples.logprobs)
-    group = jax.tree.map(np.asarray, train.Group(inputs, targets, lengths, mask, gains, old, sampler, None))
+    group = dataclasses.replace(group, old_logp=np.asarray(old))
     copies, total = lora.per_device(state.adapters, model.mesh), None
     exact = policy.mode == "exact"
     page_grads = exact_gradient.zero_page_grads(model, prefix) if exact else None
@@ -254,7 +246,7 @@ def run(values: Any) -> dict[str, Any]:
     if values.save_every or values.resume:
         prefix_pages.check_store(model)
     policies = [
-        train.PolicyConfig(
+        rollout.PolicyConfig(
             eos_ids=(), capacity=values.tokens, mode=values.mode, group=group, max_new_tokens=values.response,
             chunk=values.chunk,
         )
@@ -317,7 +309,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("group", ["2"], "Group sizes, one after the other over one captured prompt.")
     flags.DEFINE_integer("response", 64, "Tokens of each response.", lower_bound=1)
     flags.DEFINE_integer("chunk", 8192, "Tokens a capture step.", lower_bound=1)
-    flags.DEFINE_enum("mode", "detached", train.MODES, "Prefix-gradient mode.")
+    flags.DEFINE_enum("mode", "detached", rollout.MODES, "Prefix-gradient mode.")
     flags.DEFINE_integer("rank", 8, "Rank of every adapter.", lower_bound=1)
     flags.DEFINE_enum("kernels", "auto", ("auto", "reference"), "Implementation of the operations.")
     flags.DEFINE_enum("prefix_store", "device", ("device", "host"), "Where the prompt's pages rest.")

@@ -23,7 +23,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 from tqdm import tqdm
 
-from longstraw_jax import fingerprint, job_config, launch, lora, sharding, train
+from longstraw_jax import fingerprint, job_config, launch, lora, rollout, sharding, train
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import kernels, memory, plots, prerequisites, receipt
 from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics
@@ -79,7 +79,7 @@ def load_job(config: ConfigDict, workdir: pathlib.Path) -> Job:
     return Job(**vars(parts), config=config, base=base, base_sha=fingerprint.tree_fingerprint(base))
 
 
-def reward_call(job: Job, rows: list[dict[str, Any]]) -> train.RewardCall:
+def reward_call(job: Job, rows: list[dict[str, Any]]) -> rollout.RewardCall:
     """Scores the responses of each of the step's prompts with the configured functions, once for all processes."""
 
     def score(number, responses):
@@ -204,8 +204,8 @@ def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
     ):
         writer = _open_on_first(opened, lambda: metrics.MetricWriter(workdir, last_step=done))
         while done < config.steps:
-            rollout = done // job.policy.updates
-            order = data.row_order(len(job.dataset.rows), config.seed, rollout, config.data.rows_per_step)
+            number = done // job.policy.updates
+            order = data.row_order(len(job.dataset.rows), config.seed, number, config.data.rows_per_step)
             rows = [job.dataset.rows[i] for i in order]
             started = time.perf_counter()
             state, reports, held = train.transaction(
@@ -217,12 +217,12 @@ def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
                 state,
                 [job.build(row["prompt"]) for row in rows],
                 reward_call(job, rows),
-                jax.random.fold_in(jax.random.key(config.seed), rollout),
+                jax.random.fold_in(jax.random.key(config.seed), number),
                 held=held,
             )
             seconds = (time.perf_counter() - started) / len(reports)
-            for number, report in enumerate(reports, start=done + 1):
-                record = step_record(job, number, rows, report, seconds)
+            for step, report in enumerate(reports, start=done + 1):
+                record = step_record(job, step, rows, report, seconds)
                 launch.on_first(lambda record=record: writer.write(record))
                 bar.set_postfix(reward=record["reward_mean"], loss=record["loss"])
                 bar.update()

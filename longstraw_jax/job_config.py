@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import train
+from longstraw_jax import rollout, train
 from longstraw_jax.io import data, payload, prompt, tokenizer
 from longstraw_jax.rl import columns, objectives, rewards
 
@@ -140,11 +140,11 @@ def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
     return objectives.GRPOConfig(**chosen | {"tis_cap": chosen["tis_cap"] or None})
 
 
-def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> train.PolicyConfig:
+def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> rollout.PolicyConfig:
     """What a transaction does, for prompts of at most `capacity` tokens. Raises ValueError."""
     shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
     try:
-        return train.PolicyConfig(
+        return rollout.PolicyConfig(
             eos_ids=eos_ids,
             capacity=capacity,
             chunk=config.capture.chunk,

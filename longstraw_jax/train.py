@@ -1,28 +1,23 @@
-"""The transaction: capture, sample, reward, score, replay each member, one reduction, one optimizer step."""
+"""The transaction: a rollout, replay of each member, one reduction over the mesh, one optimizer step."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Key, UInt
+from jaxtyping import Array, Float, Int, Key, UInt
 
-from longstraw_jax import exact_gradient, fingerprint, lora, replay, sampling, sharding
+from longstraw_jax import exact_gradient, fingerprint, lora, replay, rollout, sharding
+from longstraw_jax.phases import Clock
 from longstraw_jax.prefix import refresh
-from longstraw_jax.rl import advantages as advantages_lib
-from longstraw_jax.rl import masks, objectives
+from longstraw_jax.rl import objectives
+from longstraw_jax.rollout import Group, PolicyConfig, RewardCall, Rollout
 from longstraw_jax.types import Model, Params, PrefixState
-
-MODES = ("frozen", "detached", "exact")
-LEAST_TEMPERATURE = 1e-3  # logits over less leave fp32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,58 +42,6 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.weight_decay={self.weight_decay}; accepted: 0 or more, finite")
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyConfig:
-    """What a transaction does; static.
-
-    Attributes:
-      mode: prefix-gradient mode, one of MODES (README).
-      group: responses a prompt.
-      max_new_tokens: response budget in tokens.
-      temperature, top_p, eos_ids: of sampling; log-probabilities everywhere are at this temperature.
-      chunk: tokens a capture step.
-      capacity: prompt tokens the pages have room for; prompts of any length up to it share compiled programs.
-      keep_selection: `exact` only: what the capture selects is kept on the host (4 x index_topk bytes a token and
-        full layer) and not selected again in the reverse pass.
-      updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
-      objective: the loss.
-    """
-
-    eos_ids: tuple[int, ...]
-    capacity: int
-    mode: str = "detached"
-    group: int = 8
-    max_new_tokens: int = 32
-    temperature: float = 1.0
-    top_p: float = 1.0
-    chunk: int = 2048
-    keep_selection: bool = False
-    updates: int = 1
-    objective: objectives.GRPOConfig = objectives.GRPOConfig()
-
-    def __post_init__(self):
-        check_mode(self.mode)
-        advantages_lib.check_group_size(self.group)
-        for field in ("max_new_tokens", "chunk", "updates", "capacity"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
-        if self.keep_selection and self.mode != "exact":
-            raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
-        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature}; accepted: at least {LEAST_TEMPERATURE}, finite (greedy responses "
-                "would all be alike)"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}; accepted: above 0, at most 1")
-
-
-def check_mode(mode: str) -> None:
-    """Raises ValueError for anything but a supported prefix-gradient mode."""
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}; accepted: {' or '.join(map(repr, MODES))}")
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -118,37 +61,6 @@ class Total:
     grads: Params
     loss: objectives.LossSum
     metrics: objectives.Metrics
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """One prompt's responses, ready for replay: small host arrays, [G, T] (T padded to the mesh) and [G].
-
-    old_logp is None where only one step follows the rollout: the replay's own values are the old ones then. ref_logp
-    is None without a KL term.
-    """
-
-    inputs: Int[Array, "G T"]
-    targets: Int[Array, "G T"]
-    lengths: Int[Array, "G"]
-    mask: Bool[Array, "G T"]
-    advantages: Float[Array, "G"]
-    old_logp: Float[Array, "G T"] | None
-    sampler_logp: Float[Array, "G T"]
-    ref_logp: Float[Array, "G T"] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """A prompt's sampled group on the host: what the step log records."""
-
-    prompt: np.ndarray
-    responses: list[list[int]]
-    rewards: np.ndarray
-    advantages: np.ndarray
-    truncated: np.ndarray
-    events: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,77 +268,6 @@ def apply_update(
     return kept, {"grad_norm": norm, "nonfinite": nonfinite, "finite": finite, "taken": take}
 
 
-class _Clock:
-    """Seconds by phase; a phase waits for its own results before it ends, so that it pays for what it started."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def _score_group(model, config, base, base_fingerprint, state, resident, samples, rewards):
-    """A Group from sampled responses: advantages, masks, old and reference log-probabilities."""
-    lengths, truncated = np.asarray(samples.lengths), np.asarray(samples.truncated)
-    responses = _trimmed(samples)
-    padded = replay.pad_length(config.max_new_tokens, model.devices)
-    inputs, targets, _ = replay.member_inputs(int(resident.tokens[-1]), responses, padded)
-    ids = jnp.zeros((config.group,), jnp.int32)
-    objective = config.objective
-    advantages = advantages_lib.group_advantages(
-        jnp.asarray(rewards, jnp.float32),
-        ids,
-        num_groups=1,
-        scale=objective.advantage_scale,
-        baseline=objective.baseline,
-    )
-    signal = advantages_lib.carries_signal(jnp.asarray(rewards, jnp.float32), ids, num_groups=1)
-    mask = objectives.loss_mask(
-        masks.response_mask(jnp.asarray(lengths), padded), truncated=truncated, signal=signal, config=objective
-    )
-    batch = (inputs, targets, lengths, config.temperature)
-    old_logp = ref_logp = None
-    if config.updates > 1:
-        old_logp, _ = replay.score(model, base, state.adapters, resident.prefix, *batch)
-    if objective.beta > 0:
-        # The reference is the base policy all through: its prompt is captured without adapters too.
-        prefix = resident.prefix
-        if config.mode != "frozen":
-            prefix = _resident(model, config, base, base_fingerprint, None, resident.tokens, None).prefix
-        ref_logp, _ = replay.score(model, base, None, prefix, *batch)
-    sampler_logp = np.zeros(inputs.shape, np.float32)
-    sampler_logp[:, : config.max_new_tokens] = np.asarray(samples.logprobs)
-    group = Group(inputs, targets, lengths, mask, advantages, old_logp, sampler_logp, ref_logp)
-    return jax.tree.map(np.asarray, group), responses, truncated
-
-
-def _trimmed(samples: sampling.Samples) -> list[list[int]]:
-    return [row[:n].tolist() for row, n in zip(samples.tokens, samples.lengths, strict=True)]
-
-
-def _resident(model, config, base, base_fingerprint, adapters, tokens, held, step=0, progress=None, keep=False):
-    return refresh.refresh(
-        model,
-        base,
-        base_fingerprint,
-        adapters,
-        tokens,
-        held,
-        chunk=config.chunk,
-        capacity=config.capacity,
-        step=step,
-        progress=progress,
-        keep_selection=keep,
-    )
-
-
-RewardCall = Callable[[int, list[list[int]]], tuple[np.ndarray, list[Any]]]
-
-
 def transaction(
     model: Model,
     config: PolicyConfig,
@@ -456,56 +297,25 @@ def transaction(
     Returns:
       The state, one report an optimizer step, and the prompt left on the devices.
     """
-    clock = _Clock()
     groups: list[Group] = []
     rollouts: list[Rollout] = []
     reports: list[StepReport] = []
     for update in range(config.updates):
-        age, total = 0, None
+        clock, age, total = Clock(), 0, None
         adapters = lora.per_device(state.adapters, model.mesh)
         for number, tokens in enumerate(prompts):
             with clock.phase("capture"):
-                # A frozen prompt is the base policy's; otherwise every step makes a held one stale.
-                used = None if config.mode == "frozen" else state.adapters
-                held = _resident(
-                    model,
-                    config,
-                    base,
-                    base_fingerprint,
-                    used,
-                    tokens,
-                    held,
-                    int(state.step),
-                    progress,
-                    config.keep_selection,
-                )
+                args = (model, config, base, base_fingerprint, state.adapters, tokens, held)
+                held = rollout.resident(*args, step=int(state.step), progress=progress)
             age = max(age, int(state.step) - held.captured_at)
             if update == 0:
-                with clock.phase("sample"):
-                    samples = sampling.sample(
-                        model,
-                        base,
-                        state.adapters,
-                        held.prefix,
-                        int(tokens[-1]),
-                        jax.random.fold_in(key, number),
-                        group=config.group,
-                        max_new_tokens=config.max_new_tokens,
-                        temperature=config.temperature,
-                        top_p=config.top_p,
-                        eos_ids=config.eos_ids,
-                    )
-                    samples = jax.tree.map(np.asarray, samples)
-                with clock.phase("reward"):
-                    rewards, events = reward(number, _trimmed(samples))
+                draw = jax.random.fold_in(key, number)
+                args = (model, config, base, state.adapters, held, number, reward, draw, clock)
+                group, rolled = rollout.roll_out(*args)
                 with clock.phase("score"):
-                    group, responses, truncated = _score_group(
-                        model, config, base, base_fingerprint, state, held, samples, rewards
-                    )
-                groups.append(group)
-                rollouts.append(
-                    Rollout(tokens, responses, rewards, np.asarray(group.advantages), truncated, list(events))
-                )
+                    args = (model, config, base, base_fingerprint, state.adapters, held, group)
+                    groups.append(rollout.scored(*args))
+                rollouts.append(rolled)
             with clock.phase("replay"):
                 page_grads = exact_gradient.zero_page_grads(model, held.prefix) if config.mode == "exact" else None
                 total, page_grads = add_group(
@@ -519,23 +329,23 @@ def transaction(
         with clock.phase("finalise"):
             state, info = apply_update(model, optimizer, state, total)
             info = jax.tree.map(np.asarray, jax.block_until_ready(info))
-        reason = None
-        if not info["taken"]:
-            reason = "nothing to train on" if info["finite"] else "non-finite gradient or loss"
-        metrics = {k: float(v) for k, v in objectives.metric_values(total.metrics).items()}
-        reports.append(
-            StepReport(
-                rollouts,
-                float(total.loss.sum),
-                float(total.loss.count),
-                float(info["grad_norm"]),
-                int(info["nonfinite"]),
-                reason,
-                metrics,
-                clock.seconds,
-                age,
-                fingerprint.tree_fingerprint(state.adapters),
-            )
-        )
-        clock = _Clock()
+        reports.append(_report(rollouts, total, info, clock, age, state))
     return state, reports, held
+
+
+def _report(rollouts, total, info, clock, age, state):
+    reason = None
+    if not info["taken"]:
+        reason = "nothing to train on" if info["finite"] else "non-finite gradient or loss"
+    return StepReport(
+        rollouts,
+        float(total.loss.sum),
+        float(total.loss.count),
+        float(info["grad_norm"]),
+        int(info["nonfinite"]),
+        reason,
+        {k: float(v) for k, v in objectives.metric_values(total.metrics).items()},
+        clock.seconds,
+        age,
+        fingerprint.tree_fingerprint(state.adapters),
+    )

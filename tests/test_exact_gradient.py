@@ -10,7 +10,7 @@ import pytest
 import tiny
 import tiny_models
 
-from longstraw_jax import exact_gradient, lora, parallel, replay, sharding, train
+from longstraw_jax import exact_gradient, lora, parallel, replay, rollout, sharding, train
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.evidence import parity
 from longstraw_jax.model import decoder
@@ -36,7 +36,7 @@ PROMPT = tiny.TOKENS[:S]
 LENGTHS = {1: (T,), 2: (29, 5), 5: (T, 1, 17, 30, 8)}
 ADVANTAGES = np.asarray([1.0, -0.7, 0.4, -1.3, 0.8], np.float32)
 # Ratios are far from 1, as the old policy is uniform; bounds so wide that the loss is smooth.
-POLICY = train.PolicyConfig(
+POLICY = rollout.PolicyConfig(
     eos_ids=(),
     capacity=256,
     mode="exact",
@@ -63,14 +63,14 @@ def baseline(devices: int) -> parity.Side:
     return parity.place(parity.Side(model, tiny_models.tiny_params(config), values), None)
 
 
-def group(size: int, advantages=ADVANTAGES) -> train.Group:
+def group(size: int, advantages=ADVANTAGES) -> rollout.Group:
     """Ragged responses under an old policy that is uniform."""
     rng = np.random.default_rng(size)
     responses = [rng.integers(0, tiny.CONFIG.vocab_size, n).tolist() for n in LENGTHS[size]]
     inputs, targets, lengths = replay.member_inputs(int(PROMPT[-1]), responses, T)
     mask = np.arange(T) < lengths[:, None]
     uniform = np.full(mask.shape, -np.log(tiny.CONFIG.vocab_size), np.float32)
-    return train.Group(inputs, targets, lengths, mask, advantages[:size], uniform, uniform, None)
+    return rollout.Group(inputs, targets, lengths, mask, advantages[:size], uniform, uniform, None)
 
 
 def resident(where: parity.Side, *, chunk: int = CHUNK, keep_selection: bool = False) -> refresh.Resident:
@@ -88,7 +88,7 @@ def resident(where: parity.Side, *, chunk: int = CHUNK, keep_selection: bool = F
     return refresh.Resident(PROMPT, prefix, 0, kept if keep_selection else None)
 
 
-def exact(where: parity.Side, members: train.Group, **options):
+def exact(where: parity.Side, members: rollout.Group, **options):
     """Gradients of the mean loss with the prompt's term, and that loss."""
     policy = dataclasses.replace(POLICY, chunk=options.get("chunk", CHUNK))
     grads, total = parity.replay_gradient(where, policy, resident(where, **options), members)

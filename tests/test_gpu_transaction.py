@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longstraw_jax import config, lora, replay, sampling, train
+from longstraw_jax import config, lora, replay, rollout, sampling, train
 from longstraw_jax.evidence import kernels
 from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture
@@ -89,13 +89,13 @@ def group():
     inputs, targets, lengths = replay.member_inputs(int(prompt[-1]), np.asarray(samples.tokens).tolist(), T)
     gains = advantages.group_advantages(jnp.asarray([1.0, 0.0]), jnp.zeros(GROUP, jnp.int32), num_groups=1)
     mask = np.ones((GROUP, T), bool)
-    return train.Group(inputs, targets, lengths, mask, np.asarray(gains), None, np.asarray(samples.logprobs), None)
+    return rollout.Group(inputs, targets, lengths, mask, np.asarray(gains), None, np.asarray(samples.logprobs), None)
 
 
 def gradient(name):
     """Of both members, as one fp64 vector."""
     _, base, adapters, _ = policy()
-    settings = train.PolicyConfig(eos_ids=(), capacity=PROMPT, group=GROUP, max_new_tokens=T, chunk=CHUNK)
+    settings = rollout.PolicyConfig(eos_ids=(), capacity=PROMPT, group=GROUP, max_new_tokens=T, chunk=CHUNK)
     total, _ = train.add_group(
         model(name), settings, base, lora.per_device(adapters, None), captured("auto")[0], group(), None
     )

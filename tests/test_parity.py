@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 from absl import flags
 
-from longstraw_jax import lora, train
+from longstraw_jax import lora, rollout
 from longstraw_jax.config import LORA_TARGETS, LoraConfig, model_config_from_hf
 from longstraw_jax.evidence import parity
 from longstraw_jax.model import decoder
@@ -212,7 +212,7 @@ def test_clipping_without_a_clipped_token_is_a_problem():
 
 
 def test_masks_of_the_modes_end_before_the_boundary_token():
-    masks = {mode: parity.mode_masks(mode, 3, 6) for mode in train.MODES}
+    masks = {mode: parity.mode_masks(mode, 3, 6) for mode in rollout.MODES}
     np.testing.assert_array_equal(masks["detached"]["detach"], [1, 1, 0, 0, 0, 0])
     np.testing.assert_array_equal(masks["frozen"]["gate"], [0, 0, 1, 1, 1, 1])
     assert masks["detached"]["gate"].all() and masks["exact"]["gate"].all()
@@ -231,7 +231,7 @@ def test_adapters_are_seeded_and_nowhere_zero():
 
 def test_j2_replay_on_eight_devices_equals_whole_sequence_autodiff(receipt):
     """Gradients and one AdamW step, every mode, at ratio 1 and with clipped tokens."""
-    assert receipt["passed"] and receipt["problems"] == [] and set(receipt["modes"]) == set(train.MODES)
+    assert receipt["passed"] and receipt["problems"] == [] and set(receipt["modes"]) == set(rollout.MODES)
     for cases in receipt["modes"].values():
         assert set(cases) == set(parity.CASES)
         for figures in cases.values():

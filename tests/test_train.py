@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_jobs
 
-from longstraw_jax import fingerprint, lora, replay, train
+from longstraw_jax import fingerprint, lora, replay, rollout, train
 from longstraw_jax.prefix import freshness, refresh
 from longstraw_jax.prefix.capture import capture
 from longstraw_jax.rl.objectives import GRPOConfig
@@ -108,7 +108,7 @@ def group(lengths=(T, 3, 5, 1), advantages=(1.3, -0.2, -1.4, 0.3), seed=0):
     old = np.asarray(now) + 0.3 * rng.standard_normal(now.shape).astype(np.float32)
     mask = np.arange(T) < lengths[:, None]
     values = (inputs, targets, lengths, mask, np.asarray(advantages, np.float32), old, old)
-    return train.Group(*values, ref_logp=np.asarray(reference))
+    return rollout.Group(*values, ref_logp=np.asarray(reference))
 
 
 def rows(whole, order):
@@ -406,9 +406,9 @@ def test_a3_each_prompt_has_a_baseline_of_its_own():
         ].rollouts
 
     for order in ([0, 1], [1, 0]):
-        for row, rollout in zip(order, run(order), strict=True):
+        for row, rolled in zip(order, run(order), strict=True):
             centred = rewards[row] - rewards[row].mean()
-            np.testing.assert_allclose(rollout.advantages, centred / rewards[row].std(ddof=1), rtol=1e-5)
+            np.testing.assert_allclose(rolled.advantages, centred / rewards[row].std(ddof=1), rtol=1e-5)
 
 
 def test_a_transaction_is_a_function_of_its_key():
@@ -448,7 +448,7 @@ def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
 )
 def test_a_policy_out_of_range_is_refused_by_name(changes, said):
     with pytest.raises(ValueError) as error:
-        train.PolicyConfig(**{"eos_ids": (1,), "capacity": 8} | changes)
+        rollout.PolicyConfig(**{"eos_ids": (1,), "capacity": 8} | changes)
     assert said in str(error.value)
 
 

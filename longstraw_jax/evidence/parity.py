@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax import exact_gradient, forward, lora, replay, sharding, train
+from longstraw_jax import exact_gradient, forward, lora, replay, rollout, sharding, train
 from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, refresh
 from longstraw_jax.rl import advantages, masks, objectives
@@ -184,12 +184,12 @@ def place(side: Side, mesh: jax.sharding.Mesh | None) -> Side:
 
 def make_groups(
     side: Side,
-    config: train.PolicyConfig,
+    config: rollout.PolicyConfig,
     prefix: PrefixState,
     boundary: int,
     responses: Sequence[Sequence[int]],
     seed: int,
-) -> dict[str, train.Group]:
+) -> dict[str, rollout.Group]:
     """The group of ragged responses as replay takes it, in both CASES.
 
     "ratio_1": the behaviour policy is the policy. "clipping": its log-probabilities are moved, so that about
@@ -215,13 +215,13 @@ def make_groups(
     past = -np.sign(advantage)[:, None] * CLIPPED_BY  # a gain is clipped above the ratio 1, a loss below
     moved = logp + np.where(clipped, past, rng.uniform(-INSIDE_BY, INSIDE_BY, logp.shape)).astype(np.float32)
     return {
-        case: train.Group(inputs, targets, lengths, mask, advantage, old, old, None)
+        case: rollout.Group(inputs, targets, lengths, mask, advantage, old, old, None)
         for case, old in zip(CASES, (logp, np.where(mask, moved, 0.0)), strict=True)
     }
 
 
 def replay_gradient(
-    side: Side, config: train.PolicyConfig, resident: refresh.Resident, group: train.Group
+    side: Side, config: rollout.PolicyConfig, resident: refresh.Resident, group: rollout.Group
 ) -> tuple[Params, train.Total]:
     """The objective's gradient by replaying each member against the captured prompt, and the sums it comes from.
 
@@ -267,9 +267,9 @@ def _full_member(model, config, base, adapters, ids, member, gate, detach):
 
 def full_gradient(
     side: Side,
-    config: train.PolicyConfig,
+    config: rollout.PolicyConfig,
     prompt: Int[np.ndarray, "S"],
-    group: train.Group,
+    group: rollout.Group,
     *,
     gate: Bool[np.ndarray, "S+T"],
     detach: Bool[np.ndarray, "S+T"],
@@ -319,7 +319,7 @@ def measure_mode(
     mode: str,
     wide: Side,
     single: Side,
-    config: train.PolicyConfig,
+    config: rollout.PolicyConfig,
     optimizer: optax.GradientTransformation,
     prompt: Int[np.ndarray, "S"],
     responses: Sequence[Sequence[int]],
@@ -328,7 +328,7 @@ def measure_mode(
     """Replay on `wide` beside the whole-sequence gradient on `single`, per case.
 
     Args:
-      mode: one of train.MODES.
+      mode: one of rollout.MODES.
       wide, single: the same policy on the mesh and on one device.
       config: its `mode` is not read.
       optimizer: of the one step from fresh moments.
@@ -340,7 +340,7 @@ def measure_mode(
     Raises:
       ConfigError: the prompt is longer than the model's positions.
     """
-    train.check_mode(mode)
+    rollout.check_mode(mode)
     config = dataclasses.replace(config, mode=mode)
     model, targets = wide.model, tensor_targets(wide.model)
     prefix = capture.capture(

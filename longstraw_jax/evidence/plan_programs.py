@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from longstraw_jax import exact_gradient, lora, replay, sampling, sharding, train
+from longstraw_jax import exact_gradient, lora, replay, rollout, sampling, sharding, train
 from longstraw_jax.evidence import plan_costs
 from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, pages
@@ -127,12 +127,12 @@ def resident(model: Model, optimizer: optax.GradientTransformation, tokens: int,
     )
 
 
-def _member(tokens: int) -> train.Group:
+def _member(tokens: int) -> rollout.Group:
     """One row of a group of padded responses, of a rollout that one optimizer step follows."""
     ids, row = (jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (jnp.int32, jnp.float32))
     mask = jax.ShapeDtypeStruct((tokens,), jnp.bool_)
     length, advantage = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.float32))
-    return train.Group(ids, ids, length, mask, advantage, None, row, None)
+    return rollout.Group(ids, ids, length, mask, advantage, None, row, None)
 
 
 def programs(model: Model, optimizer: optax.GradientTransformation, sizes: Sizes) -> dict[str, Program]:

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import fingerprint, job_config, launch, lora, sampling, sharding, train
+from longstraw_jax import fingerprint, job_config, launch, lora, rollout, sampling, sharding, train
 from longstraw_jax.evidence import plan, plan_programs
 from longstraw_jax.evidence.topology import Topology
 from longstraw_jax.io import data, hf_checkpoint, prompt, tokenizer
@@ -46,7 +46,7 @@ class Parts:
     """What the checks made on their way; None where a blocker stood before it."""
 
     model: Model | None
-    policy: train.PolicyConfig | None
+    policy: rollout.PolicyConfig | None
     optimizer: train.OptimizerConfig | None
     dataset: data.Dataset | None
     tokenizer: tokenizer.Tokenizer | None
@@ -260,7 +260,7 @@ def device_memory(chips: Topology | None) -> tuple[int | None, str]:
 
 
 def memory_need(
-    model: Model, optimizer: train.OptimizerConfig, policy: train.PolicyConfig, tokens: int
+    model: Model, optimizer: train.OptimizerConfig, policy: rollout.PolicyConfig, tokens: int
 ) -> dict[str, dict[str, int]]:
     """Bytes of a device by kind in each phase, from shapes and shardings; temporaries by the plan's formula.
 
@@ -287,7 +287,7 @@ def memory_need(
 
 
 def _check_memory(
-    model: Model, optimizer: train.OptimizerConfig, policy: train.PolicyConfig, tokens: int, chips: Topology | None
+    model: Model, optimizer: train.OptimizerConfig, policy: rollout.PolicyConfig, tokens: int, chips: Topology | None
 ) -> str:
     """Raises ValueError where a device's memory is smaller than what the run holds by formula."""
     phases, (memory, source) = memory_need(model, optimizer, policy, tokens), device_memory(chips)

@@ -1,0 +1,242 @@
+"""The rollout: capture a prompt, sample its group, reward it, and score it for replay."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from longstraw_jax import replay, sampling
+from longstraw_jax.phases import Clock
+from longstraw_jax.prefix import refresh
+from longstraw_jax.rl import advantages as advantages_lib
+from longstraw_jax.rl import masks, objectives
+from longstraw_jax.types import Model, Params
+
+MODES = ("frozen", "detached", "exact")
+LEAST_TEMPERATURE = 1e-3  # logits over less leave fp32
+
+RewardCall = Callable[[int, list[list[int]]], tuple[np.ndarray, list[Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """What a transaction does; static.
+
+    Attributes:
+      mode: prefix-gradient mode, one of MODES (README).
+      group: responses a prompt.
+      max_new_tokens: response budget in tokens.
+      temperature, top_p, eos_ids: of sampling; log-probabilities everywhere are at this temperature.
+      chunk: tokens a capture step.
+      capacity: prompt tokens the pages have room for; prompts of any length up to it share compiled programs.
+      keep_selection: `exact` only: what the capture selects is kept on the host (4 x index_topk bytes a token and
+        full layer) and not selected again in the reverse pass.
+      updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
+      objective: the loss.
+    """
+
+    eos_ids: tuple[int, ...]
+    capacity: int
+    mode: str = "detached"
+    group: int = 8
+    max_new_tokens: int = 32
+    temperature: float = 1.0
+    top_p: float = 1.0
+    chunk: int = 2048
+    keep_selection: bool = False
+    updates: int = 1
+    objective: objectives.GRPOConfig = objectives.GRPOConfig()
+
+    def __post_init__(self):
+        check_mode(self.mode)
+        advantages_lib.check_group_size(self.group)
+        for field in ("max_new_tokens", "chunk", "updates", "capacity"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
+        if self.keep_selection and self.mode != "exact":
+            raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}; accepted: at least {LEAST_TEMPERATURE}, finite (greedy responses "
+                "would all be alike)"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}; accepted: above 0, at most 1")
+
+
+def check_mode(mode: str) -> None:
+    """Raises ValueError for anything but a supported prefix-gradient mode."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}; accepted: {' or '.join(map(repr, MODES))}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One prompt's responses, ready for replay: small host arrays, [G, T] (T padded to the mesh) and [G].
+
+    old_logp is None where only one step follows the rollout: the replay's own values are the old ones then. ref_logp
+    is None without a KL term.
+    """
+
+    inputs: Int[Array, "G T"]
+    targets: Int[Array, "G T"]
+    lengths: Int[Array, "G"]
+    mask: Bool[Array, "G T"]
+    advantages: Float[Array, "G"]
+    old_logp: Float[Array, "G T"] | None
+    sampler_logp: Float[Array, "G T"]
+    ref_logp: Float[Array, "G T"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """A prompt's sampled group on the host: what the step log records.
+
+    Attributes:
+      number: of the prompt within its transaction, as the reward call was given it.
+      carries_signal: whether the scorable rewards differ; otherwise every advantage is 0.
+    """
+
+    number: int
+    prompt: np.ndarray
+    responses: list[list[int]]
+    rewards: np.ndarray
+    advantages: np.ndarray
+    truncated: np.ndarray
+    events: list[Any]
+    carries_signal: bool
+
+
+def resident(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    base_fingerprint: UInt[Array, "2"],
+    adapters: Params | None,
+    tokens: Int[np.ndarray, "S"],
+    held: refresh.Resident | None,
+    *,
+    step: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> refresh.Resident:
+    """The policy's resident state of a prompt, see `refresh.refresh`; a frozen prompt is the base policy's."""
+    return refresh.refresh(
+        model,
+        base,
+        base_fingerprint,
+        None if config.mode == "frozen" else adapters,
+        tokens,
+        held,
+        chunk=config.chunk,
+        capacity=config.capacity,
+        step=step,
+        progress=progress,
+        keep_selection=config.keep_selection,
+    )
+
+
+def sample(
+    model: Model, config: PolicyConfig, base: Params, adapters: Params, held: refresh.Resident, key: Key[Array, ""]
+) -> sampling.Samples:
+    """A group of responses to the resident prompt, on the host."""
+    samples = sampling.sample(
+        model,
+        base,
+        adapters,
+        held.prefix,
+        int(held.tokens[-1]),
+        key,
+        group=config.group,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        eos_ids=config.eos_ids,
+    )
+    return jax.tree.map(np.asarray, samples)
+
+
+def responses_of(samples: sampling.Samples) -> list[list[int]]:
+    """Token ids of each response, its eos included."""
+    return [row[:n].tolist() for row, n in zip(samples.tokens, samples.lengths, strict=True)]
+
+
+def unscored_group(
+    model: Model, config: PolicyConfig, boundary: int, samples: sampling.Samples, rewards: Float[np.ndarray, "G"]
+) -> tuple[Group, bool]:
+    """The group with its advantages and masks, and whether its rewards carry a signal.
+
+    Args:
+      boundary: the prompt's last token.
+      samples: on the host.
+      rewards: fp32, NaN where unscorable.
+    """
+    objective, padded = config.objective, replay.pad_length(config.max_new_tokens, model.devices)
+    inputs, targets, lengths = replay.member_inputs(boundary, responses_of(samples), padded)
+    rewards, ids = jnp.asarray(rewards, jnp.float32), jnp.zeros((config.group,), jnp.int32)
+    advantages = advantages_lib.group_advantages(
+        rewards, ids, num_groups=1, scale=objective.advantage_scale, baseline=objective.baseline
+    )
+    signal = advantages_lib.carries_signal(rewards, ids, num_groups=1)
+    mask = objectives.loss_mask(
+        masks.response_mask(jnp.asarray(lengths), padded), truncated=samples.truncated, signal=signal, config=objective
+    )
+    sampler_logp = np.zeros(inputs.shape, np.float32)
+    sampler_logp[:, : config.max_new_tokens] = samples.logprobs
+    group = Group(inputs, targets, lengths, mask, advantages, None, sampler_logp, None)
+    return jax.tree.map(np.asarray, group), bool(signal.any())
+
+
+def roll_out(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    adapters: Params,
+    held: refresh.Resident,
+    number: int,
+    reward: RewardCall,
+    key: Key[Array, ""],
+    clock: Clock,
+) -> tuple[Group, Rollout]:
+    """Samples and rewards the group of the resident prompt; the group is not scored yet.
+
+    Args:
+      number: of the prompt within its transaction.
+    """
+    with clock.phase("sample"):
+        samples = sample(model, config, base, adapters, held, key)
+    with clock.phase("reward"):
+        responses = responses_of(samples)
+        rewards, events = reward(number, responses)
+    group, signal = unscored_group(model, config, int(held.tokens[-1]), samples, rewards)
+    told = (rewards, np.asarray(group.advantages), samples.truncated, list(events), signal)
+    return group, Rollout(number, held.tokens, responses, *told)
+
+
+def scored(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    base_fingerprint: UInt[Array, "2"],
+    adapters: Params,
+    held: refresh.Resident,
+    group: Group,
+) -> Group:
+    """The group with the old and the reference log-probabilities that its objective reads."""
+    batch = (group.inputs, group.targets, group.lengths, config.temperature)
+    old_logp = ref_logp = None
+    if config.updates > 1:
+        old_logp, _ = replay.score(model, base, adapters, held.prefix, *batch)
+    if config.objective.beta > 0:
+        # The reference is the base policy all through: its prompt is captured without adapters too.
+        prefix = held.prefix
+        if config.mode != "frozen":
+            plain = dataclasses.replace(config, mode="frozen", keep_selection=False)
+            prefix = resident(model, plain, base, base_fingerprint, None, held.tokens, None).prefix
+        ref_logp, _ = replay.score(model, base, None, prefix, *batch)
+    return jax.tree.map(np.asarray, dataclasses.replace(group, old_logp=old_logp, ref_logp=ref_logp))

@@ -12,6 +12,7 @@ EXTRAS = {
         "ipykernel>=6,<8",
     ],
     "hf": ["torch>=2.9,<3", "transformers>=5.13.1,<6", "peft>=0.18,<1"],
+    "tasks": ["reasoning-gym>=0.1.25,<0.2"],  # needs a C compiler for pycosat, which has no wheels
     "notebooks": ["jupyterlab>=4,<5", "ipykernel>=6,<8"],
     "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
     "tpu": ["jax[tpu]>=0.10.2,<0.12"],

@@ -31,6 +31,7 @@ ORDER = (
     ("longstraw_jax.rollout",),
     ("longstraw_jax.train",),
     ("longstraw_jax.io",),
+    ("longstraw_jax.tasks",),
     ("longstraw_jax.job_config",),
     ("longstraw_jax.evidence",),
     ("experiments",),

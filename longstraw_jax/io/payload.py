@@ -103,12 +103,12 @@ def write(
         raise PromptError(f"tokens={tokens}; accepted: at least the {tokens - room} of chat and question")
     first = round(depth * room)
     passes = [0]
-    pieces = _pieces(source, seed, passes)
+    text = pieces(source, seed, passes)
     parts = (
         [head],
-        _exactly(first, pieces, tokenizer),
+        _exactly(first, text, tokenizer),
         [middle],
-        _exactly(room - first, pieces, tokenizer),
+        _exactly(room - first, text, tokenizer),
         [tail],
     )
     path, digest = pathlib.Path(folder) / IDS_FILE, hashlib.sha256()
@@ -183,7 +183,7 @@ def _around(question: str, template: ChatTemplate) -> tuple[str, str, str]:
     return head, middle, tail
 
 
-def _pieces(source: Source, seed: int, passes: list[int]) -> Iterator[str]:
+def pieces(source: Source, seed: int, passes: list[int]) -> Iterator[str]:
     """Endless text, a piece at a time; counts in `passes` how often the texts were begun."""
     while True:
         # NumPy keeps raw bit streams alike over versions, but not Generator.permutation (NEP 19).

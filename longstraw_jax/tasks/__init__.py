@@ -1,0 +1,1 @@
+"""Tasks with verifiable answers: retrieval from long prompts, and procedural reasoning."""

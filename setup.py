@@ -42,6 +42,7 @@ setuptools.setup(
         "packaging>=24",
         "pyarrow>=17,<27",
         "safetensors>=0.5,<0.9",
+        "scipy>=1.13,<2",
         "tensorboardX>=2.6,<3",
         "tokenizers>=0.21,<0.24",
         "tqdm>=4.66,<5",

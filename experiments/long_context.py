@@ -3,74 +3,47 @@
 python experiments/long_context.py --tokens=2097152 --layers=4 --group=2 --workdir=runs/long
 
 Random weights at the checkpoint's scale and a seeded random prompt of exactly --tokens tokens: a claim of capacity and
-speed, not of learning. Prints a row a phase and writes receipt.json. With --save_every a capture that was stopped goes
-on with --resume.
+speed, not of learning. What cannot fit by the plan's formula is refused before anything is allocated. Prints a row a
+phase: its seconds without compilation, the floor that matrix products (and, for pages on the host, the link) set, and
+the peak so far. receipt.json grows with every phase and says "complete" at the end alone. With --save_every a capture
+that was stopped goes on with --resume.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # the default of 0.75 leaves a quarter of a GPU unused
 
 import jax
 import jax.numpy as jnp
+import model_slice
 import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
 from longstraw_jax import command, exact_gradient, lora, replay, rollout, train
 from longstraw_jax import config as config_lib
-from longstraw_jax.evidence import kernels, memory, plan_costs, receipt
+from longstraw_jax.evidence import kernels, memory, plan_costs, prerequisites, receipt
 from longstraw_jax.io import prefix_pages
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, freshness, pages, refresh
 from longstraw_jax.types import Model, Params, PrefixState
 
-HERE = pathlib.Path(__file__).parent
 PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax")
-TARGETS = ("q_a", "q_b", "kv_a", "kv_b", "o", "shared", "routed", "lm_head")
 MATMUL = 8192  # of the matrix product that the rates are told beside
-
-
-def sliced(raw: dict[str, Any], layers: int, experts: int) -> dict[str, Any]:
-    """`layers` layers of a Hugging Face configuration from its first full, sparse layer on, or all of them.
-
-    In GLM-5.2 that is layer 6, where the groups of full, shared, shared, shared layers begin.
-
-    Args:
-      experts: routed experts a layer, 0 for the configuration's own.
-
-    Raises:
-      ValueError: more layers or experts than there are; no such layer to begin with.
-    """
-    whole, total = config_lib.model_config_from_hf(raw), raw["num_hidden_layers"]
-    kinds = list(zip(whole.indexer_types, whole.mlp_layer_types, strict=True))
-    if layers != total and ("full", "sparse") not in kinds:
-        raise ValueError(
-            f"--architecture: the kinds of its layers are {sorted(set(kinds))}; accepted: ('full', 'sparse') among "
-            f"them, or --layers={total} (all)"
-        )
-    first = 0 if layers == total else kinds.index(("full", "sparse"))
-    if not 1 <= layers <= total - first:
-        raise ValueError(f"--layers={layers}; accepted: 1 to {total - first}, or all {total}")
-    if not 0 <= experts <= raw["n_routed_experts"] or 0 < experts < raw["num_experts_per_tok"]:
-        raise ValueError(
-            f"--experts={experts}; accepted: 0 (all), or {raw['num_experts_per_tok']} to {raw['n_routed_experts']}"
-        )
-    letters = "".join("F" if kind == "full" else "S" for kind in whole.indexer_types[first : first + layers])
-    return raw | {
-        "num_hidden_layers": layers,
-        "index_topk_pattern": letters,
-        "mlp_layer_types": list(whole.mlp_layer_types[first : first + layers]),
-        "n_routed_experts": experts or raw["n_routed_experts"],
-        "num_nextn_predict_layers": 0,
-    }
+LINK = 2**30  # bytes of the copy from the host that they are told beside
+COMPILED = "/jax/core/compile/backend_compile_duration"
+EXHAUSTED = ("RESOURCE_EXHAUSTED", "Out of memory")
 
 
 def group_sizes(given: list[str]) -> list[int]:
@@ -81,32 +54,92 @@ def group_sizes(given: list[str]) -> list[int]:
 
 
 class Phases:
-    """Seconds, peak bytes and FLOP/s of what ran, in order; prints each as it ends."""
+    """Seconds, peak bytes and FLOP/s of what ran, in order; prints each as it ends.
 
-    def __init__(self, matmul_rate: float | None):
+    Args:
+      matmul_rate, link_rate: FLOP/s and bytes/s that the floors are reckoned by; None where they are not known.
+      done: called with all rows as each phase ends.
+    """
+
+    def __init__(
+        self,
+        matmul_rate: float | None,
+        link_rate: float | None = None,
+        done: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    ):
         self.rows: list[dict[str, Any]] = []
-        self.matmul_rate = matmul_rate
+        self.matmul_rate, self.link_rate, self.done = matmul_rate, link_rate, done
+        self.current: str | None = None
+        self.compiling = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def run(self, name: str, action: Callable[[], Any], *, tokens: int = 0, flops: float = 0) -> Any:
-        """Runs and times `action`, its results included."""
-        started = time.perf_counter()
-        result = jax.block_until_ready(action())
-        self.add(name, time.perf_counter() - started, tokens=tokens, flops=flops)
+    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+        if event == COMPILED:
+            self.compiling += seconds
+
+    def run(self, name: str, action: Callable[[], Any], **work: float) -> Any:
+        """Runs and times `action`, its results included. See `add` for `work`."""
+        with self.named(name):
+            started = time.perf_counter()
+            result = jax.block_until_ready(action())
+            self.add(name, time.perf_counter() - started, **work)
         return result
 
-    def add(self, name: str, seconds: float, *, tokens: int, flops: float) -> None:
-        floor = flops / self.matmul_rate if self.matmul_rate else None
-        row = {"phase": name, "seconds": seconds, "floor_seconds": floor, "peak_bytes": memory.peak_bytes()[0]}
-        row |= {"tokens": tokens, "flops": flops}
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """What runs here is the phase; a device that is full says so with its name. Raises MemoryError."""
+        self.current, self.compiling = name, 0.0
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            text = " ".join(str(error).split())
+            if not any(word in text for word in EXHAUSTED):
+                raise
+            held = _held_bytes()
+            before = "" if held is None else f", {held / 1e9:.2f} GB held beside"
+            raise MemoryError(
+                f"phase {name!r} is out of memory{before}: {text[:200]}; accepted: a smaller --chunk, --experts, "
+                "--tokens or --layers, or --prefix_store=host"
+            ) from error
+
+    def add(self, name: str, seconds: float, *, tokens: int = 0, flops: float = 0, link_bytes: float = 0) -> None:
+        """A phase that took `seconds`, compilation included, for so many tokens, FLOPs and bytes from the host."""
+        floors = [flops / self.matmul_rate] if flops and self.matmul_rate else []
+        floors += [link_bytes / self.link_rate] if link_bytes and self.link_rate else []
+        row = {
+            "phase": name,
+            "seconds": max(seconds - self.compiling, 0.0),
+            "compile_seconds": self.compiling,
+            "floor_seconds": max(floors, default=None),
+            "peak_bytes": memory.peak_bytes()[0],
+            "held_bytes": _held_bytes(),
+            "tokens": tokens,
+            "flops": flops,
+            "link_bytes": link_bytes,
+        }
         self.rows.append(row)
         print(line(row), flush=True)
+        self.done(self.rows)
+
+
+def _held_bytes() -> int | None:
+    """In use on the device now; None where it does not tell."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use")
 
 
 def line(row: dict[str, Any]) -> str:
     """A phase for the eye."""
-    rate = f"{row['flops'] / row['seconds'] / 1e12:8.1f} TFLOP/s" if row["flops"] else ""
-    speed = f"{row['tokens'] / row['seconds']:10.0f} tokens/s" if row["tokens"] else ""
-    return f"{row['phase']:<24} {row['seconds']:9.2f} s  peak {row['peak_bytes'] / 1e9:7.2f} GB  {speed} {rate}"
+    seconds = row["seconds"]
+    parts = [f"{row['phase']:<24} {seconds:9.2f} s"]
+    parts.append(f"floor {row['floor_seconds']:8.2f} s" if row["floor_seconds"] else " " * 16)
+    parts.append(f"peak {row['peak_bytes'] / 1e9:7.2f} GB")
+    if row["tokens"] and seconds:
+        parts.append(f"{row['tokens'] / seconds:10.0f} tokens/s")
+    if row["flops"] and seconds:
+        parts.append(f"{row['flops'] / seconds / 1e12:8.1f} TFLOP/s")
+    if row["compile_seconds"] >= 0.05:
+        parts.append(f"(compiled in {row['compile_seconds']:.1f} s)")
+    return "  ".join(parts)
 
 
 def matmul_rate() -> float:
@@ -117,6 +150,45 @@ def matmul_rate() -> float:
     started = time.perf_counter()
     jax.block_until_ready([product(x) for _ in range(10)])
     return 10 * 2 * MATMUL**3 / (time.perf_counter() - started)
+
+
+def link_rate() -> float:
+    """Bytes/s of a copy from pinned host memory to the device, a second one: the first makes room."""
+    device = jax.devices()[0]
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    source = jax.device_put(np.zeros(LINK, np.uint8), host)
+    for _ in range(2):
+        started = time.perf_counter()
+        jax.block_until_ready(jax.device_put(source, jax.sharding.SingleDeviceSharding(device)))
+    return LINK / (time.perf_counter() - started)
+
+
+def check_plan(model: Model, policies: list[rollout.PolicyConfig], tokens: int, go_on: bool) -> dict[str, Any]:
+    """What the fullest phase holds by the plan's formula, and the device's memory.
+
+    Args:
+      go_on: only say so where the formula, which rounds up, is over the memory.
+
+    Raises:
+      ValueError: it does not fit.
+    """
+    policy = max(policies, key=lambda policy: policy.group)
+    phases = prerequisites.memory_need(model, train.OptimizerConfig(), policy, tokens)
+    available, source = prerequisites.device_memory(None)
+    name, kinds = max(phases.items(), key=lambda item: sum(item[1].values()))
+    total = sum(kinds.values())
+    listed = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in kinds.items() if size)
+    text = f"plan: {total / 1e9:.2f} GB by formula in {name!r} ({listed})"
+    if available is not None and total > available:
+        limits = f"{available / 1e9:.2f} GB ({source})"
+        if not go_on:
+            raise ValueError(
+                f"{text}; accepted: {limits}, by a smaller --chunk, --experts, --tokens or --layers, or by "
+                "--prefix_store=host; --over_plan tries all the same"
+            )
+        text += f", over the {limits}; tried all the same"
+    print(text, flush=True)
+    return {"phase": name, "bytes": kinds, "total": total, "memory": available, "memory_source": source}
 
 
 def bound_to(model: Model, values: Any) -> dict[str, Any]:
@@ -157,24 +229,44 @@ def capture_prompt(
         state = phases.run("load pages", lambda: prefix_pages.load(folder, model, room, bound))
     start = 0 if state is None else int(state.length)
     state = pages.allocate(model, room) if state is None else state
-    saved, saving, started = start, 0.0, time.perf_counter()
-    with tqdm(total=tokens.size, initial=start, desc="capture", unit="token", unit_scale=True, file=sys.stderr) as bar:
+    saved, saving, done, started = start, 0.0, 0, time.perf_counter()
+
+    def flops(first, last):
+        return capture_flops(model.config, model.lora, first, last)
+
+    # In FLOPs, because a later chunk has more keys to score: tokens would promise too early an end.
+    whole = flops(0, tokens.size)
+    with phases.named("capture"), work_bar("capture", whole, flops(0, start)) as bar:
         for number, (at, count, ids) in enumerate(capture.chunk_ids(model, tokens, values.chunk)):
             if at < start:
                 continue
             state = capture.capture_chunk(model, base, adapters, state, ids, np.int32(count))
             jax.block_until_ready(state.length)
-            bar.update(count)
+            done += 1
+            bar.update(flops(at, at + count))
+            bar.set_postfix_str(f"{at + count:,} tokens")
             if values.save_every and (number + 1) % values.save_every == 0:
                 before = time.perf_counter()
                 saved = prefix_pages.save(folder, model, state, bound, saved=saved)
                 saving += time.perf_counter() - before
-    seconds = time.perf_counter() - started - saving
-    flops = capture_flops(model.config, model.lora, start, tokens.size)
-    phases.add("capture", seconds, tokens=tokens.size - start, flops=flops)
+        phases.add(
+            "capture", time.perf_counter() - started - saving, tokens=tokens.size - start,
+            flops=flops(start, tokens.size), link_bytes=done * staged_bytes(model, tokens.size),
+        )  # fmt: skip
     if values.save_every:
-        phases.add("save pages", saving, tokens=0, flops=0)
+        with phases.named("save pages"):
+            phases.add("save pages", saving)
     return state, start
+
+
+def work_bar(name: str, total: float, initial: float = 0, unit: str = "FLOP") -> tqdm:
+    """Progress and the time left."""
+    return tqdm(total=total, initial=initial, desc=name, unit=unit, unit_scale=True, file=sys.stderr)
+
+
+def staged_bytes(model: Model, tokens: int) -> int:
+    """Of pages that a pass over all layers copies from the host: every layer's whole pool, however full."""
+    return pages.prefix_bytes(model.config, tokens, model.devices) if model.prefix_store == "host" else 0
 
 
 def run_group(
@@ -221,11 +313,16 @@ def run_group(
         )  # fmt: skip
     if exact:
         flops = plan_costs.gradient_flops(config, model.lora, keys, keys // 2, head=False)
-        total = phases.run(
-            name + "reverse pass",
-            lambda: train.add_prompt(model, policy, base, copies, resident, page_grads, total),
-            tokens=keys, flops=flops,
-        )  # fmt: skip
+        with work_bar("reverse pass", keys - 1, unit="token") as bar:
+            grads = phases.run(
+                name + "reverse pass",
+                lambda: exact_gradient.exact_prefix_vjp(
+                    model, base, copies, prefix, resident.tokens[:-1], page_grads, total.grads, chunk=policy.chunk,
+                    progress=lambda done: bar.update(done - bar.n),
+                ),
+                tokens=keys, flops=flops, link_bytes=2 * -(-keys // policy.chunk) * staged_bytes(model, keys),
+            )  # fmt: skip
+        total = dataclasses.replace(total, grads=grads)
     after, info = phases.run(name + "finalise and step", lambda: train.apply_update(model, optimizer, state, total))
     if not bool(info["taken"]):
         raise FloatingPointError(f"{name}the step was skipped: {int(info['nonfinite'])} non-finite gradients")
@@ -233,16 +330,16 @@ def run_group(
 
 
 def run(values: Any) -> dict[str, Any]:
-    """The receipt of one run. Raises ValueError for bad input."""
+    """The receipt of one run, written as its phases end.
+
+    Raises:
+      ValueError: bad input. MemoryError: the device is full; both before the receipt says complete.
+    """
     groups = group_sizes(values.group)
-    raw = sliced(json.loads(pathlib.Path(values.architecture).read_text()), values.layers, values.experts)
-    architecture = config_lib.model_config_from_hf(raw)
-    if values.tokens + values.response > architecture.max_position_embeddings:
-        architecture = config_lib.extend_positions(architecture, values.tokens + values.response)
-    targets = TARGETS + (("dense",) if "dense" in architecture.mlp_layer_types else ())
-    adapters = config_lib.LoraConfig(tuple((name, values.rank, 2.0 * values.rank) for name in sorted(targets)))
-    options = dict(lora=adapters, kernels=values.kernels, prefix_store=values.prefix_store)
-    model = decoder.make_model(architecture, **options)
+    raw = model_slice.load(values.architecture, values.layers, values.experts)
+    architecture = model_slice.model_config(raw, values.tokens + values.response)
+    options = dict(kernels=values.kernels, prefix_store=values.prefix_store)
+    model = decoder.make_model(architecture, lora=model_slice.adapters(architecture, values.rank), **options)
     if values.save_every or values.resume:
         prefix_pages.check_store(model)
     policies = [
@@ -253,21 +350,18 @@ def run(values: Any) -> dict[str, Any]:
         for group in groups
     ]  # fmt: skip
     prompt = np.random.default_rng(values.seed).integers(0, architecture.vocab_size, values.tokens).astype(np.int32)
+    capture.room(model, prompt[:-1], values.chunk)  # refuses a chunk that the pages cannot take
+    plan = check_plan(model, policies, values.tokens, values.over_plan)
     optimizer = train.make_optimizer(train.OptimizerConfig())
-    phases = Phases(matmul_rate() if jax.default_backend() != "cpu" else None)
-    base = phases.run("weights", lambda: decoder.init_params(architecture, values.seed))
-    state = phases.run("adapters", lambda: train.init_state(model, optimizer, values.seed))
     workdir = pathlib.Path(values.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    used = None if values.mode == "frozen" else state.adapters
-    prefix, restored = capture_prompt(model, base, used, prompt[:-1], workdir / "pages", values, phases)
-    resident = refresh.Resident(prompt, prefix, captured_at=0)
-    for policy in policies:
-        # The same state for each: groups are compared, not trained one after the other.
-        run_group(model, policy, optimizer, base, state, resident, phases, values.seed)
-    device = jax.devices()[0]
+    device, accelerator = jax.devices()[0], jax.default_backend() != "cpu"
+    rate = matmul_rate() if accelerator else None
+    link = link_rate() if accelerator and values.prefix_store == "host" else None
     result = {
         "claim": "capacity",
+        "complete": False,
+        "stopped": None,
         "code": receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
         "flags": {name: getattr(values, name) for name in FLAGS},
         "architecture": raw,
@@ -275,19 +369,40 @@ def run(values: Any) -> dict[str, Any]:
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "device": {"platform": device.platform, "kind": device.device_kind, "count": 1},
         "kernels": kernels.implementations(model),
-        "matmul_flops_per_second": phases.matmul_rate,
+        "matmul_flops_per_second": rate,
+        "link_bytes_per_second": link,
         "memory_source": memory.peak_bytes()[1],
+        "plan": plan,
         "resident_bytes": pages.prefix_bytes(architecture, values.tokens - 1, 1),
-        "restored_tokens": restored,
-        "phases": phases.rows,
+        "restored_tokens": 0,
+        "phases": [],
     }
-    write_whole(workdir / "receipt.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+
+    def write(**changes):
+        result.update(changes)
+        write_whole(workdir / "receipt.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+
+    phases = Phases(rate, link, lambda rows: write(phases=rows))
+    try:
+        base = phases.run("weights", lambda: decoder.init_params(architecture, values.seed))
+        state = phases.run("adapters", lambda: train.init_state(model, optimizer, values.seed))
+        used = None if values.mode == "frozen" else state.adapters
+        prefix, restored = capture_prompt(model, base, used, prompt[:-1], workdir / "pages", values, phases)
+        write(restored_tokens=restored)
+        resident = refresh.Resident(prompt, prefix, captured_at=0)
+        for policy in policies:
+            # The same state for each: groups are compared, not trained one after the other.
+            run_group(model, policy, optimizer, base, state, resident, phases, values.seed)
+    except BaseException as error:
+        write(stopped={"phase": phases.current, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+        raise
+    write(complete=True)
     return result
 
 
 FLAGS = (
     "tokens", "layers", "experts", "group", "response", "chunk", "mode", "rank", "kernels", "prefix_store", "seed",
-    "save_every", "resume",
+    "save_every", "resume", "over_plan",
 )  # fmt: skip
 
 
@@ -297,7 +412,7 @@ def main(argv: list[str]) -> None:
         if len(argv) > 1:
             raise ValueError(f"arguments {argv[1:]}; accepted: flags, see --help")
         run(values)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         command.fail(error)
     print(f"receipt: {pathlib.Path(values.workdir) / 'receipt.json'}")
 
@@ -316,6 +431,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seed", 0, "Seed of weights, adapters, prompt and sampling.", lower_bound=0)
     flags.DEFINE_integer("save_every", 0, "Chunks between saves of the half-captured prompt; 0: none.", lower_bound=0)
     flags.DEFINE_boolean("resume", False, "Go on from the pages saved in --workdir.")
-    flags.DEFINE_string("architecture", str(HERE / "configs" / "glm52.json"), "A Hugging Face config.json.")
+    flags.DEFINE_boolean("over_plan", False, "Try what the plan's formula, which rounds up, finds too large.")
+    flags.DEFINE_string("architecture", str(model_slice.ARCHITECTURE), "A Hugging Face config.json.")
     flags.DEFINE_string("workdir", "runs/long_context", "Folder of the receipt and of saved pages.")
     app.run(main, flags_parser=command.parse_flags)

@@ -1,4 +1,4 @@
-"""The capacity run: its slice of layers, and one whole run at a tiny size, resumed from its saved pages."""
+"""The capacity run: what it refuses, what it says, and one whole run at a tiny size, resumed from its saved pages."""
 
 import dataclasses
 import json
@@ -18,37 +18,6 @@ from longstraw_jax.model import decoder
 import long_context  # isort: skip
 
 GLM52 = json.loads((tiny_jobs.EXPERIMENTS / "configs" / "glm52.json").read_text())
-
-
-def test_a_slice_is_a_group_of_sparse_layers():
-    raw = long_context.sliced(GLM52, 4, 0)
-    assert raw["index_topk_pattern"] == "FSSS" and raw["mlp_layer_types"] == ["sparse"] * 4
-    assert raw["n_routed_experts"] == 256 and raw["hidden_size"] == GLM52["hidden_size"]
-    whole = long_context.sliced(GLM52, 78, 8)
-    assert whole["index_topk_pattern"].count("F") == 21 and whole["mlp_layer_types"].count("dense") == 3
-    assert whole["n_routed_experts"] == 8
-
-
-@pytest.mark.parametrize(
-    "layers, experts, said",
-    [
-        (0, 0, "--layers=0; accepted: 1 to 72, or all 78"),
-        (73, 0, "--layers=73; accepted: 1 to 72, or all 78"),
-        (4, 7, r"--experts=7; accepted: 0 \(all\), or 8 to 256"),
-        (4, 257, "--experts=257"),
-    ],
-)
-def test_a_slice_that_is_not_there_is_refused(layers, experts, said):
-    with pytest.raises(ValueError, match=said):
-        long_context.sliced(GLM52, layers, experts)
-
-
-def test_an_architecture_without_such_a_layer_is_refused():
-    raw = GLM52 | {"mlp_layer_types": ["dense"] * 78}
-    said = r"--architecture: the kinds of its layers are .*; accepted: \('full', 'sparse'\) among them, or --layers=78"
-    with pytest.raises(ValueError, match=said):
-        long_context.sliced(raw, 4, 0)
-    assert long_context.sliced(raw, 78, 0)["mlp_layer_types"] == ["dense"] * 78
 
 
 @pytest.mark.parametrize("given", [["x"], ["2", "0"], ["2", ""], []])
@@ -74,7 +43,8 @@ def values(workdir: pathlib.Path, **changes) -> types.SimpleNamespace:
     architecture.write_text(json.dumps(tiny_jobs.RAW | {"mlp_layer_types": ["sparse", "sparse"]}))
     given = dict(
         tokens=200, layers=2, experts=0, group=["2"], response=4, chunk=64, mode="exact", rank=2, kernels="auto",
-        prefix_store="device", seed=0, save_every=2, resume=False, architecture=str(architecture), workdir=str(workdir),
+        prefix_store="device", seed=0, save_every=2, resume=False, over_plan=False,
+        architecture=str(architecture), workdir=str(workdir),
     )  # fmt: skip
     return types.SimpleNamespace(**given | changes)
 
@@ -104,7 +74,9 @@ def test_a_run_times_every_phase_and_goes_on_from_its_pages(tmp_path, monkeypatc
     ]
     assert names == ["weights", "adapters", "capture", "save pages", *group]
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in first["phases"])
+    assert all(row["compile_seconds"] >= 0 and row["floor_seconds"] is None for row in first["phases"])
     assert first["restored_tokens"] == 0 and first["phases"][2]["tokens"] == 199
+    assert first["complete"] and first["stopped"] is None and first["plan"]["total"] < first["plan"]["memory"]
     written = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert written == json.loads(json.dumps(first))
 
@@ -115,6 +87,9 @@ def test_a_run_times_every_phase_and_goes_on_from_its_pages(tmp_path, monkeypatc
     (straight, _), (resumed, rows) = captures(runs, monkeypatch)
     jax.tree.map(np.testing.assert_array_equal, straight, resumed)
     assert [row["phase"] for row in rows] == ["weights", "adapters", "load pages", "capture"]
+    stopped = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert not stopped["complete"] and stopped["stopped"] == {"phase": "capture", "error": "KeyboardInterrupt: "}
+    assert [row["phase"] for row in stopped["phases"]] == ["weights", "adapters", "load pages", "capture"]
     assert rows[3]["tokens"] == 71 and 0 < rows[3]["flops"] < first["phases"][2]["flops"] / 2
 
 
@@ -137,6 +112,31 @@ def test_a_chunk_that_host_pages_cannot_take_is_refused(tmp_path):
         long_context.run(values(tmp_path / "run", prefix_store="host", chunk=100, save_every=0))
     with pytest.raises(ValueError, match="prefix_store='host' with pages saved or resumed; accepted: 'device'"):
         long_context.run(values(tmp_path / "run", prefix_store="host"))
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_allocated(tmp_path):
+    large = values(tmp_path / "run", tokens=2_097_152, layers=4, chunk=8192, save_every=0)
+    large.architecture = str(tiny_jobs.EXPERIMENTS / "configs" / "glm52.json")
+    with pytest.raises(ValueError, match=r"plan: \d+.* GB by formula in 'reverse' \(base weights 82.78, .*--over_plan"):
+        long_context.run(large)
+    assert not (tmp_path / "run" / "receipt.json").exists()
+
+
+def test_a_full_device_names_the_phase_and_what_to_change():
+    phases = long_context.Phases(None)
+    said = "phase 'capture' is out of memory.*: RESOURCE_EXHAUSTED: .* 7 bytes; accepted: a smaller --chunk"
+    with pytest.raises(MemoryError, match=said), phases.named("capture"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while\n trying to allocate 7 bytes")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), phases.named("capture"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_a_phase_s_floor_is_the_slower_of_products_and_link(capsys):
+    phases = long_context.Phases(1e12, 1e9)
+    phases.add("capture", 8.0, tokens=10, flops=2e12, link_bytes=3e9)
+    phases.add("score", 8.0, flops=5e12)
+    assert [row["floor_seconds"] for row in phases.rows] == [3.0, 5.0]
+    assert "floor     3.00 s" in capsys.readouterr().out
 
 
 def test_pages_are_bound_to_the_model_and_its_kernels():

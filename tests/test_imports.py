@@ -14,7 +14,7 @@ PACKAGES = ("pallas_kernels", "longstraw_jax", "experiments")
 ORDER = (
     ("pallas_kernels",),
     ("longstraw_jax.config", "longstraw_jax.types", "longstraw_jax.fingerprint"),
-    ("longstraw_jax.launch", "longstraw_jax.command", "longstraw_jax.phases"),
+    ("longstraw_jax.launch", "longstraw_jax.command", "longstraw_jax.interrupt", "longstraw_jax.phases"),
     ("longstraw_jax.sharding",),
     ("longstraw_jax.parallel",),
     ("longstraw_jax.model",),
@@ -32,6 +32,7 @@ ORDER = (
     ("longstraw_jax.train",),
     ("longstraw_jax.io",),
     ("longstraw_jax.tasks",),
+    ("longstraw_jax.pretrain",),
     ("longstraw_jax.job_config",),
     ("longstraw_jax.evidence",),
     ("experiments",),

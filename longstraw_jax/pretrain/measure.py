@@ -1,0 +1,73 @@
+"""What a trained model can do: held-out loss, answers right as a whole, and how good its indexers' selection is."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from longstraw_jax.pretrain import dense_pass
+from longstraw_jax.pretrain.step import Batch, predictions
+from longstraw_jax.types import Model, Params
+
+
+@functools.partial(jax.jit, static_argnames=("model", "options"))
+def judged(
+    model: Model, base: Params, batch: Batch, options: dense_pass.Options
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], dict[int, dict[str, Any]]]:
+    """Of each token of a batch, from served weights: its negative log-likelihood, and whether it is the likeliest."""
+    nll, likeliest, layers = predictions(model, base, batch, options)
+    return nll, likeliest == batch.targets, layers
+
+
+def answers_right(right: Bool[Array, "B T"], answers: Bool[np.ndarray, "B T"]) -> Bool[np.ndarray, "B"]:
+    """Rows whose every answer token is the likeliest one: exactly those that greedy decoding answers right.
+
+    Up to the first wrong token greedy decoding has written the answer itself, so it sees what this pass saw.
+    """
+    return np.where(answers, np.asarray(right), True).all(1)
+
+
+def held_out_loss(model: Model, base: Params, batch: Batch, keys: int) -> float:
+    """Mean negative log-likelihood a token, in nats, with a selection of `keys` keys."""
+    nll, _, _ = judged(model, base, batch, dense_pass.Options(keys, index=True))
+    return float(np.asarray(nll)[batch.weights > 0].mean())
+
+
+def retrieval(model: Model, base: Params, batch: Batch, keys: int) -> dict[str, float]:
+    """Share of rows answered right as a whole, of answer tokens right, and the number of rows."""
+    _, right, _ = judged(model, base, batch, dense_pass.Options(keys, index=True))
+    exact = answers_right(right, batch.answers)
+    return {
+        "exact": float(exact.mean()),
+        "tokens": float(np.asarray(right)[batch.answers].mean()),
+        "rows": int(exact.size),
+    }
+
+
+def selection_quality(model: Model, base: Params, batch: Batch, keys: int) -> dict[str, Any]:
+    """Attention mass on selected keys in units of the best possible selection's, for each of dense_pass.CONTROLS.
+
+    The attention is each layer's own over all keys, a mean over heads, in a pass that attends to the selected ones;
+    the best selection is that layer's own too, so a shared layer is held to keys that it did not choose. Means over
+    queries that see more than `keys` keys.
+
+    Returns:
+      `queries`, their number; by control the mean over layers, and `layers`, a dict by layer of the same.
+
+    Raises:
+      ValueError: no query sees that many keys.
+    """
+    _, _, layers = judged(model, base, batch, dense_pass.Options(keys, index=True, measure=True))
+    queries = int(next(iter(layers.values()))["queries"])
+    if queries == 0:
+        raise ValueError(f"keys={keys}; accepted: fewer than the {batch.ids.shape[1]} tokens of a row")
+    shares = {i: np.asarray(layer["share"], np.float64) / queries for i, layer in layers.items()}
+    named = {i: dict(zip(dense_pass.CONTROLS, map(float, share), strict=True)) for i, share in shares.items()}
+    mean = np.mean(list(shares.values()), axis=0)
+    return {
+        "queries": queries,
+        **dict(zip(dense_pass.CONTROLS, map(float, mean), strict=True)),
+        "layers": {str(i): share for i, share in named.items()},
+    }

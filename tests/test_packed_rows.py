@@ -1,0 +1,113 @@
+"""Rows to train on: exact lengths, whose tokens are answers, what a token predicts, and the same bytes for a seed."""
+
+import numpy as np
+import pytest
+
+from longstraw_jax.io import prompt
+from longstraw_jax.io.payload import Source
+from longstraw_jax.pretrain import corpus, packed_rows
+from longstraw_jax.tasks import retrieval
+
+MIX = packed_rows.Mix(text=0.3, copies=0.2, kinds=retrieval.KINDS, digits=3, distractors=4, turns=3, answer_weight=5.0)
+
+
+@pytest.fixture(scope="module")
+def text(byte_tokenizer):
+    return corpus.read(Source("s", "0", [f"line {i} of some text\n" * 40 for i in range(40)]), byte_tokenizer)[0]
+
+
+@pytest.fixture(scope="module")
+def frame(byte_tokenizer):
+    return packed_rows.frame_of(prompt.ChatTemplate(prompt.tiny_chat_template()), byte_tokenizer)
+
+
+def test_a_document_is_the_chat_that_a_prompt_would_be(byte_tokenizer, text, frame):
+    """Up to the first answer it is what the template writes; the evidence stands in it in its order."""
+    task = retrieval.make("chain", 5, distractors=3, digits=3)
+    made = packed_rows.document(
+        task, packed_rows.turns_of(task, 3), text, frame, byte_tokenizer, 700, np.random.default_rng(0)
+    )
+    written = byte_tokenizer.decode(made.ids)
+    assert made.ids.size == 700 and written.endswith(f"<|assistant|>{task.answer}<|user|>")
+    content = written.removeprefix("[gMASK]<sop><|user|>\n").partition("<|assistant|>")[0]
+    message = [{"role": "user", "content": content}]
+    assert written.startswith(prompt.render_chat(message, prompt.ChatTemplate(prompt.tiny_chat_template())))
+    document, _, question = content.rpartition("\n\n")
+    assert question == task.question
+    places = [document.index(line + "\n" if line != document[-len(line) :] else line) for line in task.evidence]
+    assert places == sorted(places)
+    assert all(f"\n{line}" in "\n" + document for line in task.distractors)
+    assert byte_tokenizer.decode(made.ids[made.answer]) == f"{task.answer}<|user|>"
+
+
+def test_further_turns_ask_for_look_alikes(byte_tokenizer, text, frame):
+    task = retrieval.make("needle", 7, distractors=4, digits=3)
+    turns = packed_rows.turns_of(task, 3)
+    assert turns[0] == (task.question, task.answer) and len(turns) == 3
+    for (question, answer), line in zip(turns[1:], task.distractors, strict=False):
+        name = line.removeprefix("The pass key of ").split(" is ")[0]
+        assert f" {name}?" in question and line.endswith(f" is {answer}.") and answer.isdigit()
+    made = packed_rows.document(task, turns, text, frame, byte_tokenizer, 800, np.random.default_rng(0))
+    assert byte_tokenizer.decode(made.ids[made.answer]) == "".join(f"{answer}<|user|>" for _, answer in turns)
+
+
+def test_a_task_longer_than_its_room_is_none(byte_tokenizer, text, frame):
+    task = retrieval.make("needle", 7, distractors=0, digits=3)
+    rng = np.random.default_rng(0)
+    tries = (
+        packed_rows.document(task, packed_rows.turns_of(task, 1), text, frame, byte_tokenizer, n, rng)
+        for n in range(400)
+    )
+    shortest = next(made for made in tries if made is not None)
+    written = byte_tokenizer.decode(shortest.ids)
+    assert written == f"[gMASK]<sop><|user|>\n{task.evidence[0]}\n\n{task.question}<|assistant|>{task.answer}<|user|>"
+
+
+def test_rows_are_full_and_predict_their_own_documents(byte_tokenizer, text, frame):
+    batch = packed_rows.training_batch(text, frame, byte_tokenizer, MIX, 6, 500, (0, 1, 2))
+    assert batch.ids.shape == (6, 500) and (batch.segments >= 0).all()
+    assert batch.segments.max() > 0 and batch.answers.any()
+    for b in range(6):
+        for number in range(batch.segments[b].max() + 1):
+            here = np.flatnonzero(batch.segments[b] == number)
+            np.testing.assert_array_equal(batch.positions[b, here], np.arange(here.size))
+            np.testing.assert_array_equal(batch.targets[b, here[:-1]], batch.ids[b, here[1:]])
+            assert batch.weights[b, here[-1]] == 0 and (batch.weights[b, here[:-1]] > 0).all()
+    np.testing.assert_array_equal(batch.weights[batch.answers], MIX.answer_weight)
+    answers = byte_tokenizer.decode(batch.targets[batch.answers], skip_special=True)
+    assert answers.replace(" ", "").isdigit()
+
+
+def test_a_seed_gives_its_batch(byte_tokenizer, text, frame):
+    first, again, other = (
+        packed_rows.training_batch(text, frame, byte_tokenizer, MIX, 2, 300, (0, 0, seed)).ids for seed in (4, 4, 5)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize("kind", retrieval.KINDS)
+def test_a_question_row_ends_with_its_one_answer(byte_tokenizer, text, frame, kind):
+    batch = packed_rows.question_batch(text, frame, byte_tokenizer, MIX, kind, 3, 600, (1,))
+    for b in range(3):
+        written = byte_tokenizer.decode(batch.ids[b])
+        answer = byte_tokenizer.decode(batch.targets[b][batch.answers[b]])
+        assert written.endswith("<|assistant|>" + answer) and written.count("<|assistant|>") == 1
+    with pytest.raises(ValueError, match="accepted: more tokens"):
+        packed_rows.question_batch(text, frame, byte_tokenizer, MIX, kind, 1, 100, (1,))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("text", 1.5), ("copies", 0.8), ("kinds", ("haystack",)), ("digits", 1), ("turns", 0), ("answer_weight", 0.0)],
+)
+def test_a_mix_out_of_range_is_named(field, value):
+    with pytest.raises(ValueError, match=f"mix.{field}=.*accepted"):
+        packed_rows.Mix(**vars(MIX) | {field: value})
+
+
+def test_a_template_that_ends_no_answer_is_refused(byte_tokenizer):
+    with pytest.raises(prompt.PromptError, match="after an eos"):
+        packed_rows.frame_of(
+            prompt.ChatTemplate("{% for m in messages %}{{ m.content }}. {% endfor %}"), byte_tokenizer
+        )

@@ -50,7 +50,7 @@ def test_length_and_place_are_exact(reader, kind, position):
 def test_every_length_can_be_met(byte_tokenizer, bpe_tokenizer):
     for tokenizer in (byte_tokenizer, bpe_tokenizer):
         reader = rows.Reader(tokenizer, TEMPLATE, WINDOW)
-        for tokens in range(500, 520):
+        for tokens in range(500, 508):
             _, row = make(reader, tokens=tokens, seed=tokens, distractors=0)
             assert reader.ids(row["prompt"]).size == tokens
 

@@ -1,0 +1,122 @@
+"""The evaluation by position, end to end on the tiny checkpoint beyond its native window, and what it refuses."""
+
+import argparse
+import json
+
+import jax
+import pytest
+import tiny_jobs
+
+from longstraw_jax import fingerprint, lora
+from longstraw_jax.evidence import position_eval
+from longstraw_jax.io import adapter
+
+import eval_positions  # isort: skip
+
+CHANGES = {"model.yarn_positions": 512}
+FLAGS = {
+    "prompts": None, "out": None, "adapter": None, "scores": ["exact_match", "digit_share"], "samples": 1,
+    "temperature": 0.0, "top_p": 1.0, "seed": 0, "tokens": ["400"], "control_tokens": 230, "kinds": ["needle"],
+    "positions": ["early", "beyond"], "distractors": 0, "digits": 4, "seeds": 1, "first_seed": 0, "native_window": 0,
+    "text": "python",
+}  # fmt: skip
+
+
+def values(folder, name="base", **changes):
+    given = {"prompts": str(folder / "prompts.jsonl"), "out": str(folder / f"{name}.json")}
+    return argparse.Namespace(**FLAGS | given | changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("positions")
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return eval_positions.run(tiny_jobs.config(**CHANGES), values(folder))
+
+
+@pytest.fixture(scope="module")
+def adapted(base, folder):
+    """An adapter that moves every logit, on the prompts that the base wrote; captured without it, as the base was."""
+    changes = CHANGES | {"grpo.mode": "frozen"}
+    job = tiny_jobs.job(**changes)
+    adapters = lora.init_adapters(job.model.config, job.model.lora, 0, mesh=job.model.mesh)
+    adapters = jax.tree.map(lambda x: x + 0.3, adapters)
+    adapter.export_peft(folder / "adapter", job.model.config, job.model.lora, adapters, base_model_name="tiny")
+    frozen = (folder / "prompts.jsonl").read_bytes()
+    made = eval_positions.run(tiny_jobs.config(**changes), values(folder, "adapted", adapter=str(folder / "adapter")))
+    assert (folder / "prompts.jsonl").read_bytes() == frozen
+    return made, fingerprint.tree_fingerprint(adapters)
+
+
+def test_the_receipt_tells_every_prompt_by_position(base, folder):
+    assert position_eval.main([str(folder / "base.json")]) == 0
+    assert [row["position"] for row in base["rows"]] == ["early", "beyond", position_eval.CONTROL]
+    assert [row["tokens"] for row in base["rows"]] == [400, 400, 230]
+    assert base["rows"][1]["evidence_at"][0][0] >= 256 > base["rows"][0]["evidence_at"][0][1]
+    assert base["window"] == {"native": 256, "positions": 512} and base["adapter"] is None
+    assert base["prompts"]["sha256"] == fingerprint.sha256_file(folder / "prompts.jsonl")
+    assert base["audit"]["responses"] == 3 and len(base["table"]) == 6
+    assert "native control" in (folder / "base.txt").read_text()
+
+
+def test_an_adapter_is_compared_on_the_same_prompts(base, adapted):
+    made, words = adapted
+    assert made["adapter"]["fingerprint"] == words
+    assert made["prompts"] == base["prompts"] and (made["decode"]["mode"], base["decode"]["mode"]) == (
+        "frozen",
+        "detached",
+    )
+    said = [[sample["text"] for row in receipt["rows"] for sample in row["samples"]] for receipt in (base, made)]
+    assert said[0] != said[1]
+    assert made["checkpoint"] == base["checkpoint"] and made["rows"][0]["answer"] == base["rows"][0]["answer"]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"seeds": 2}, "seeds=2; accepted: 1 of .*, or another file"),
+        ({"samples": 2}, "samples=2 with temperature=0.0; accepted: 1, as greedy"),
+        ({"samples": 0, "temperature": 1.0}, "samples=0 .*; accepted: at least 1"),
+        ({"adapter": "gone"}, "adapter='gone'; accepted: a folder with adapter_config.json"),
+        ({"out": "positions.txt"}, "out='positions.txt'; accepted: a file name that ends in .json"),
+        ({"prompts": "gone.jsonl", "tokens": []}, "prompts='gone.jsonl' does not exist; accepted"),
+        ({"prompts": "new.jsonl", "control_tokens": 300}, "control_tokens=300; accepted: .* at most the native 256"),
+        ({"scores": []}, "scores is empty"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(base, folder, changes, said):
+    with pytest.raises(ValueError, match=said):
+        eval_positions.run(tiny_jobs.config(**CHANGES), values(folder, "refused", **changes))
+    assert not (folder / "refused.json").exists()
+
+
+def edited(folder, tmp_path, change):
+    """The frozen prompts with every row changed, without the record of their hash."""
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    for row in rows:
+        change(row)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return values(tmp_path, prompts=str(path))
+
+
+def test_a_file_without_answers_is_named_with_its_line(base, folder, tmp_path):
+    def forget(row):
+        if row["extra_info"]["index"]:
+            del row["reward_model"]["ground_truth"]
+
+    given = edited(folder, tmp_path, forget)
+    with pytest.raises(ValueError, match="prompts.jsonl, line 2: field reward_model.ground_truth is missing"):
+        eval_positions.run(tiny_jobs.config(**CHANGES), given)
+
+
+def test_a_prompt_that_changed_is_refused(base, folder, tmp_path):
+    given = edited(folder, tmp_path, lambda row: row["prompt"][0].update(content=row["prompt"][0]["content"] + "."))
+    with pytest.raises(ValueError, match="row 0: the ids have sha256 .*another tokenizer or chat template"):
+        eval_positions.run(tiny_jobs.config(**CHANGES), given)
+    (tmp_path / "prompts.json").write_text((folder / "prompts.json").read_text())
+    with pytest.raises(ValueError, match="sha256 is .*; accepted: .*, of .*prompts.json"):
+        eval_positions.run(tiny_jobs.config(**CHANGES), given)

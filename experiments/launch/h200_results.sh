@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# The README's measurements on one NVIDIA H200 (139 GiB), step by step:
+#
+#   experiments/launch/h200_results.sh OUT              # all steps, in the order of --list
+#   experiments/launch/h200_results.sh OUT long_2m peer # these
+#   experiments/launch/h200_results.sh --list           # names, minutes, what each shows
+#
+# Every step writes to OUT/NAME and OUT/NAME.log as it goes, has a time limit of its own and does not stop the others.
+# OUT/summary.tsv holds a line a step: name, exit status (124: out of time), seconds. Minutes are estimates from the
+# kernels' measured rates, compilation included; compiled programs are kept between steps and runs.
+#
+# Needs the cuda extra; step peer also the hf extra and 30 GB in SCRATCH. PYTHON names the interpreter.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+# name | minutes | limit in seconds | what it shows
+steps='tests|3|580|the kernels and the transaction on the card agree with the specifications
+long_2m|6|580|2,097,152 tokens, all 256 experts, groups of 2, 8 and 16 over one captured prompt
+exact_262k|2|400|exact mode at 262,144 tokens, 64 experts
+exact_1m|3|580|exact mode at 1,048,576 tokens
+peer|7|900|transformers + PEFT beside the transaction at 4K to 32K tokens
+parity_32k|4|580|gradient parity at 32,768 tokens in bf16
+prefix_gradient|4|580|what the detached gradient leaves out, 4K to 262K tokens
+exact_2m|7|900|exact mode at 2,097,152 tokens
+long_4m|6|900|4,250,000 tokens
+layers_78|6|900|all 78 layers with 8 experts each, 524,288 tokens, pages in host memory
+parity_65k|5|580|gradient parity at 65,536 tokens in bf16
+parity_fp32|6|900|gradient parity at 8,192 tokens in fp32
+frozen_2m|4|580|2,097,152 tokens in frozen mode
+kernels|4|580|every kernel beside XLA
+plan|10|1800|the programs of the full model compiled for 32 GPUs
+plots|1|120|plots of the receipts that are there'
+
+if [[ ${1:-} == --list ]]; then
+    printf '%s\n' "$steps" | awk -F'|' '{ printf "%-16s %3d min  %s\n", $1, $2, $4 }'
+    exit 0
+fi
+out=${1:?usage: h200_results.sh OUT [STEP ...], or --list}
+shift
+if (($# == 0)); then
+    mapfile -t chosen < <(printf '%s\n' "$steps" | cut -d'|' -f1)
+else
+    chosen=("$@")
+fi
+for name in "${chosen[@]}"; do
+    if ! printf '%s\n' "$steps" | grep -q "^$name|"; then
+        echo "error: step '$name' is not known; accepted: $(printf '%s\n' "$steps" | cut -d'|' -f1 | xargs)" >&2
+        exit 2
+    fi
+done
+
+python=${PYTHON:-.venv/bin/python}
+scratch=${SCRATCH:-${TMPDIR:-/tmp}}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+export PYTHONUNBUFFERED=1
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.95}
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$scratch/longstraw_programs}
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-1}
+
+long() { # OUT/NAME, then flags
+    "$python" experiments/long_context.py --workdir="$1" --over_plan "${@:2}"
+}
+
+parity() { # OUT/NAME, then flags
+    mkdir -p "$1"
+    "$python" experiments/gradient_parity.py --config=experiments/configs/parity_slice.py --out="$1/parity.json" "${@:2}"
+}
+
+run_tests() {
+    JAX_PLATFORMS=cuda "$python" -m pytest -m gpu \
+        tests/test_indexer_topk.py tests/test_sparse_mla.py tests/test_gpu_transaction.py
+}
+run_long_2m() { # the plan rounds up; fewer experts where the card is full all the same
+    local experts
+    for experts in 0 192 128; do
+        long "$1" --tokens=2097152 --group=2,8,16 --experts=$experts && return
+    done
+    return 1
+}
+run_frozen_2m() { long "$1" --tokens=2097152 --mode=frozen --experts=64; }
+run_exact_262k() { long "$1" --tokens=262144 --mode=exact --experts=64; }
+run_exact_1m() { long "$1" --tokens=1048576 --mode=exact --experts=64; }
+run_exact_2m() { long "$1" --tokens=2097152 --mode=exact --experts=64; }
+run_long_4m() { long "$1" --tokens=4250000 --experts=128; }
+# Each decoded token and each pass of a replay copies all pages from the host once: short responses.
+run_layers_78() {
+    long "$1" --tokens=524288 --layers=78 --experts=8 --prefix_store=host --chunk=16384 --response=16
+}
+run_peer() {
+    local dir=$scratch/longstraw_peer status=0
+    mkdir -p "$1"
+    "$python" experiments/compare_peer.py ours --dir="$dir" --experts=64 &&
+        "$python" experiments/peers/hf_full_sequence.py --dir="$dir" &&
+        "$python" experiments/compare_peer.py table --dir="$dir" || status=$?
+    cp "$dir"/*.json "$1"
+    return $status
+}
+run_parity_32k() { parity "$1" --tokens=32768 --modes=detached,exact; }
+run_parity_65k() { parity "$1" --tokens=65536 --modes=exact; }
+run_parity_fp32() {
+    parity "$1" --tokens=8192 --modes=exact --config.model.architecture.dtype=float32 \
+        --config.model.architecture.n_routed_experts=16
+}
+run_prefix_gradient() {
+    "$python" experiments/prefix_gradient.py --tokens=4096,16384,65536,262144 --experts=64 --out="$1"
+}
+run_kernels() {
+    mkdir -p "$1"
+    "$python" experiments/bench_kernels.py --out="$1/kernels.json"
+}
+run_plan() {
+    "$python" experiments/compile_plan.py --config=glm52 --tokens=2097152 --topology=cuda:4x8x1 --out="$1"
+}
+run_plots() {
+    local receipts peer=""
+    receipts=$(ls "$out"/*/receipt.json | paste -sd,)
+    [[ -f $out/peer/peer.json ]] && peer=$out/peer/peer.json
+    "$python" experiments/results_plots.py --receipts="$receipts" --peer="$peer" --out="$1"
+}
+
+# A step runs in a shell of its own, which timeout can end with all that it started.
+export python scratch out
+export -f long parity
+for name in "${chosen[@]}"; do
+    limit=$(printf '%s\n' "$steps" | awk -F'|' -v name="$name" '$1 == name { print $3 }')
+    export -f "run_$name"
+    echo "== $name (at most $limit s)"
+    started=$SECONDS status=0
+    timeout --kill-after=20 "$limit" bash -c "set -uo pipefail; run_$name '$out/$name'" 2>&1 | tee "$out/$name.log" ||
+        status=$?
+    printf '%s\t%s\t%s\n' "$name" "$status" $((SECONDS - started)) | tee -a "$out/summary.tsv"
+done

@@ -22,6 +22,10 @@ from orbax.checkpoint import v1 as ocp
 
 from longstraw_jax import fingerprint, launch
 
+# Orbax cuts a replicated array in a slice a device, each cut by a program of its own, to be compiled. Smaller ones stay
+# whole and are written by one device.
+_SPLIT_BYTES = 1 << 20
+
 
 class CheckpointError(ValueError):
     """A checkpoint request that cannot be met; names the folder or field, the value and what is accepted."""
@@ -67,9 +71,11 @@ def save(
         )
     record = _record(state, metadata)
     policy = ocp.training.preservation_policies.LatestN(keep)
+    saving = ocp.options.ArrayOptions.Saving(min_slice_bytes_for_replica_parallel=_SPLIT_BYTES)
     try:
         with (
             _quiet(),
+            ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving)),
             ocp.training.Checkpointer(
                 directory, preservation_policy=policy, cleanup_tmp_directories=True
             ) as checkpointer,

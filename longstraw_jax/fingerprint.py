@@ -57,7 +57,7 @@ def device_fingerprint(tree: Any) -> UInt32[Array, "2"]:
     """
     total = jnp.zeros(_WORDS, jnp.uint32)
     for leaf, seeds in _seeded_leaves(tree):
-        total += _leaf_words(leaf, seeds)
+        total += _leaf_program(leaf, seeds)  # leaves of one shape are traced and lowered once
     return total
 
 

@@ -23,13 +23,18 @@ _TYPES: dict[str, Any] = {
     "mesh": {"devices": int, "emulate": bool},
     "data": {"paths": (str,), "rows_per_step": int, "document": str, "prompt_tokens": int, "prompt_file": str},
     "grpo": {
-        **dict.fromkeys(("mode", "kl_estimator", "aggregation", "advantage_scale", "baseline"), str),
-        **dict.fromkeys(("group", "max_new_tokens", "updates"), int),
-        **dict.fromkeys(("temperature", "top_p", "clip_low", "clip_high", "beta", "tis_cap"), float),
+        **dict.fromkeys(("mode", "importance_level", "kl_estimator", "aggregation", "advantage_scale"), str),
+        **dict.fromkeys(("baseline", "mis_level"), str),
+        **dict.fromkeys(("group", "max_new_tokens", "updates", "max_resamples", "stop_without_signal"), int),
+        **dict.fromkeys(("temperature", "top_p", "clip_low", "clip_high", "beta", "entropy_coef"), float),
+        **dict.fromkeys(("tis_cap", "mis_cap"), float),
         **dict.fromkeys(("mask_truncated", "zero_variance_kl"), bool),
     },
     "capture": {"chunk": int, "keep_selection": bool},
-    "reward": {"functions": (str,), "weights": (float,), "timeout_s": float, "answer_timeout_s": float},
+    "reward": {
+        **{"functions": (str,), "weights": (float,), "timeout_s": float, "answer_timeout_s": float},
+        **{"overlong_cache": int, "overlong_penalty": float},
+    },
     "lora": {target: {"rank": int, "alpha": float} for target in config_lib.LORA_TARGETS},
     "optimizer": {field.name: float for field in dataclasses.fields(train.OptimizerConfig)},
     "checkpoint": {"every": int, "keep": int},
@@ -88,6 +93,8 @@ def value_problems(config: ConfigDict) -> list[str]:
         ("checkpoint.every", config.checkpoint.every, 1),
         ("checkpoint.keep", config.checkpoint.keep, 1),
         ("model.latent_norm_eps", config.model.latent_norm_eps, 0),
+        ("grpo.stop_without_signal", config.grpo.stop_without_signal, 0),
+        ("reward.overlong_penalty", config.reward.overlong_penalty, 0),
     ):
         if not value >= low:
             problems.append(f"{field}={value}; accepted: at least {low}")
@@ -107,6 +114,11 @@ def value_problems(config: ConfigDict) -> list[str]:
         problems.append(f"reward.functions={names}; accepted: at least one, each once")
     elif len(weights) != len(names):
         problems.append(f"reward.weights={weights}; accepted: {len(names)} finite numbers, one a function")
+    if not 0 <= config.reward.overlong_cache <= config.grpo.max_new_tokens:
+        problems.append(
+            f"reward.overlong_cache={config.reward.overlong_cache}; accepted: 0 to "
+            f"grpo.max_new_tokens={config.grpo.max_new_tokens}"
+        )
     for field in ("timeout_s", "answer_timeout_s"):
         if not config.reward[field] > 0:
             problems.append(f"reward.{field}={config.reward[field]}; accepted: seconds above 0")
@@ -134,15 +146,15 @@ def lora_config(config: ConfigDict) -> config_lib.LoraConfig:
 
 
 def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
-    """The loss part of config.grpo; tis_cap 0 means none. Raises ValueError."""
+    """The loss part of config.grpo; tis_cap and mis_cap 0 mean none. Raises ValueError."""
     names = {field.name for field in dataclasses.fields(objectives.GRPOConfig)}
     chosen = {name: value for name, value in config.grpo.items() if name in names}
-    return objectives.GRPOConfig(**chosen | {"tis_cap": chosen["tis_cap"] or None})
+    return objectives.GRPOConfig(**chosen | {cap: chosen[cap] or None for cap in ("tis_cap", "mis_cap")})
 
 
 def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> rollout.PolicyConfig:
     """What a transaction does, for prompts of at most `capacity` tokens. Raises ValueError."""
-    shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates")
+    shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates", "max_resamples")
     try:
         return rollout.PolicyConfig(
             eos_ids=eos_ids,

@@ -37,6 +37,8 @@ class PolicyConfig:
       keep_selection: `exact` only: what the capture selects is kept on the host (4 x index_topk bytes a token and
         full layer) and not selected again in the reverse pass.
       updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
+      max_resamples: prompts that a rollout may take in the place of those whose rewards are all equal: DAPO's dynamic
+        sampling (arXiv 2503.14476, section 3.2) with a bound, as verl's filter_groups and max_num_gen_batches.
       objective: the loss.
     """
 
@@ -50,6 +52,7 @@ class PolicyConfig:
     chunk: int = 2048
     keep_selection: bool = False
     updates: int = 1
+    max_resamples: int = 0
     objective: objectives.GRPOConfig = objectives.GRPOConfig()
 
     def __post_init__(self):
@@ -58,6 +61,8 @@ class PolicyConfig:
         for field in ("max_new_tokens", "chunk", "updates", "capacity"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
+        if self.max_resamples < 0:
+            raise ValueError(f"max_resamples={self.max_resamples}; accepted: at least 0")
         if self.keep_selection and self.mode != "exact":
             raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
         if not LEAST_TEMPERATURE <= self.temperature < math.inf:

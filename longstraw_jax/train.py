@@ -65,9 +65,13 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did, on the host."""
+    """What one optimizer step did, on the host.
+
+    dropped: groups without signal whose place other prompts took; told by the first step after a rollout alone.
+    """
 
     rollouts: list[Rollout]
+    dropped: list[Rollout]
     loss_sum: float
     loss_count: float
     grad_norm: float
@@ -279,8 +283,10 @@ def transaction(
     reward: RewardCall,
     key: Key[Array, ""],
     *,
+    spare: Callable[[int], np.ndarray] | None = None,
     held: refresh.Resident | None = None,
     progress: Callable[[int], None] | None = None,
+    between: Callable[[], None] | None = None,
 ) -> tuple[TrainState, list[StepReport], refresh.Resident]:
     """One rollout of a group a prompt and `config.updates` optimizer steps on it.
 
@@ -288,38 +294,60 @@ def transaction(
     whatever their number. (With a KL term outside `frozen` mode the reference's own capture of the prompt joins it
     while the group is scored.) Their gradients add up to one step.
 
+    With config.max_resamples a group whose rewards are all equal is dropped before it is scored, and a further prompt
+    takes its place, at most so many times a rollout; after that groups without signal stay as they come.
+
     Args:
       prompts: token ids [S] of each prompt, the boundary token included.
       reward: (prompt number, responses) -> rewards [G] fp32 with NaN for unscorable, and events to log.
       key: of this transaction.
+      spare: the further prompt of a number from len(prompts) on, each asked for once and in order; needed with
+        config.max_resamples.
       held: the prompt left on the devices by the transaction before; used up, see refresh.py.
+      progress: see `capture.capture`.
+      between: called before each phase. What it raises ends the transaction, and `state` is as it was: but for `held`
+        nothing that was given is used up.
 
     Returns:
       The state, one report an optimizer step, and the prompt left on the devices.
     """
+    if config.max_resamples and spare is None:
+        raise ValueError(f"spare=None with max_resamples={config.max_resamples}; accepted: a source of further prompts")
     groups: list[Group] = []
     rollouts: list[Rollout] = []
+    dropped: list[Rollout] = []
     reports: list[StepReport] = []
+
+    def capture(tokens):
+        with clock.phase("capture"):
+            args = (model, config, base, base_fingerprint, state.adapters, tokens, held)
+            return rollout.resident(*args, step=int(state.step), progress=progress)
+
+    def roll_out(number):
+        draw = jax.random.fold_in(key, number)
+        return rollout.roll_out(model, config, base, state.adapters, held, number, reward, draw, clock)
+
     for update in range(config.updates):
-        clock, age, total = Clock(), 0, None
+        clock, age, total = Clock(between), 0, None
         adapters = lora.per_device(state.adapters, model.mesh)
-        for number, tokens in enumerate(prompts):
-            with clock.phase("capture"):
-                args = (model, config, base, base_fingerprint, state.adapters, tokens, held)
-                held = rollout.resident(*args, step=int(state.step), progress=progress)
-            age = max(age, int(state.step) - held.captured_at)
+        for slot, tokens in enumerate(prompts):
+            held = capture(rollouts[slot].prompt if update else tokens)
             if update == 0:
-                draw = jax.random.fold_in(key, number)
-                args = (model, config, base, state.adapters, held, number, reward, draw, clock)
-                group, rolled = rollout.roll_out(*args)
+                group, rolled = roll_out(slot)
+                while not rolled.carries_signal and len(dropped) < config.max_resamples:
+                    dropped.append(rolled)
+                    number = len(prompts) + len(dropped) - 1
+                    held = capture(spare(number))
+                    group, rolled = roll_out(number)
                 with clock.phase("score"):
                     args = (model, config, base, base_fingerprint, state.adapters, held, group)
                     groups.append(rollout.scored(*args))
                 rollouts.append(rolled)
+            age = max(age, int(state.step) - held.captured_at)
             with clock.phase("replay"):
                 page_grads = exact_gradient.zero_page_grads(model, held.prefix) if config.mode == "exact" else None
                 total, page_grads = add_group(
-                    model, config, base, adapters, held.prefix, groups[number], total, page_grads
+                    model, config, base, adapters, held.prefix, groups[slot], total, page_grads
                 )
                 jax.block_until_ready(total)
             if config.mode == "exact":
@@ -329,16 +357,17 @@ def transaction(
         with clock.phase("finalise"):
             state, info = apply_update(model, optimizer, state, total)
             info = jax.tree.map(np.asarray, jax.block_until_ready(info))
-        reports.append(_report(rollouts, total, info, clock, age, state))
+        reports.append(_report(rollouts, [] if update else dropped, total, info, clock, age, state))
     return state, reports, held
 
 
-def _report(rollouts, total, info, clock, age, state):
+def _report(rollouts, dropped, total, info, clock, age, state):
     reason = None
     if not info["taken"]:
         reason = "nothing to train on" if info["finite"] else "non-finite gradient or loss"
     return StepReport(
         rollouts,
+        dropped,
         float(total.loss.sum),
         float(total.loss.count),
         float(info["grad_norm"]),

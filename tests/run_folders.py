@@ -39,7 +39,7 @@ def make_step(step: int, rewards, **fields) -> dict:
         "skipped": False,
         "skip_reason": None,
         "nonfinite_count": 0,
-        "metrics": {"kl": 0.01 * step, "ratio/mean": 1.0, "ratio/max": 1.1, "clip_ratio/low": 0.0},
+        "metrics": {"kl": 0.01 * step, "ratio/mean": 1.0, "ratio/max": 1.1, "clip_ratio/low_mean": 0.0},
         "seconds": {"capture": 1.0, "sample": 2.0, "replay": float(step), "step": 4.0 + step},
         "peak_bytes": 1000 + step,
         "prefix_age": step % 2,

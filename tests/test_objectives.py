@@ -89,8 +89,8 @@ def test_matches_a_loop_over_tokens(aggregation):
     np.testing.assert_allclose(mean(loss), expected, rtol=1e-5)
     values = objectives.metric_values(metrics)
     assert low > 0 and high > 0
-    np.testing.assert_allclose(values["clip_ratio/low"], low / tokens, rtol=1e-6)
-    np.testing.assert_allclose(values["clip_ratio/high"], high / tokens, rtol=1e-6)
+    np.testing.assert_allclose(values["clip_ratio/low_mean"], low / tokens, rtol=1e-6)
+    np.testing.assert_allclose(values["clip_ratio/high_mean"], high / tokens, rtol=1e-6)
     np.testing.assert_allclose(values["ratio/mean"], np.mean(ratios), rtol=1e-5)
     np.testing.assert_allclose(values["ratio/max"], np.max(ratios), rtol=1e-5)
     np.testing.assert_allclose(values["max_abs_log_ratio"], np.abs(np.log(ratios)).max(), rtol=1e-5)
@@ -254,8 +254,9 @@ def test_c5_terms_without_their_inputs_are_refused():
     with pytest.raises(ValueError, match="ref_logp: None; accepted: .*beta is 0.04"):
         member_loss(**rows, config=GRPOConfig(beta=0.04), max_len=T)
     rows.pop("sampler_logp")
-    with pytest.raises(ValueError, match="sampler_logp: None; accepted: .*tis_cap is 2.0"):
-        member_loss(**rows, config=GRPOConfig(tis_cap=2.0), max_len=T)
+    for field in ("tis_cap", "mis_cap"):
+        with pytest.raises(ValueError, match=f"sampler_logp: None; accepted: .*{field} is 2.0"):
+            member_loss(**rows, config=GRPOConfig(**{field: 2.0}), max_len=T)
 
 
 def test_the_reference_is_only_measured_at_beta_zero():
@@ -274,6 +275,104 @@ def test_importance_weights_scale_the_policy_term_up_to_the_cap():
     (_, metrics), _ = loss_and_grad(batch(), FULL)
     values = objectives.metric_values(metrics)
     assert 0 < values["sampling/capped_fraction"] < 1 and values["sampling/importance_sampling_ratio/mean"] <= 1.5
+
+
+def test_gspo_clips_whole_sequences_by_their_mean_ratio():
+    """arXiv 2507.18071: equation 5 and its clip; the gradient (equation 10) weighs a row's tokens alike."""
+    config = GRPOConfig(importance_level="sequence", aggregation="sequence_mean", clip_low=0.02, clip_high=0.02)
+    rows = batch()
+    (loss, metrics), grad = loss_and_grad(rows, config)
+    want, slopes, clipped = [], np.zeros((N, T)), 0
+    for n, length in enumerate(LENGTHS):
+        if not length:
+            continue
+        ratio = np.exp(np.mean((rows["logp"] - rows["old_logp"])[n, :length], dtype=np.float64))
+        a = rows["advantage"][n]
+        want.append(-min(ratio * a, min(max(ratio, 0.98), 1.02) * a))
+        out = (a > 0 and ratio > 1.02) or (a < 0 and ratio < 0.98)
+        slopes[n, :length] = 0 if out else -ratio * a / length
+        clipped += length * out
+    np.testing.assert_allclose(mean(loss), np.mean(want), rtol=1e-5)
+    np.testing.assert_allclose(grad, slopes, rtol=1e-4, atol=1e-6)
+    values = objectives.metric_values(metrics)
+    assert 0 < clipped < LENGTHS.sum() and values["clip_ratio/region_mean"] == pytest.approx(clipped / LENGTHS.sum())
+    (_, token), _ = loss_and_grad(rows, PLAIN)
+    assert values["max_abs_log_ratio"] == objectives.metric_values(token)["max_abs_log_ratio"]  # the policy's drift
+
+
+def test_gspo_keeps_an_advantage_a_token():
+    rows = batch()
+    rows["advantage"] = np.random.default_rng(5).normal(size=(N, T)).astype(np.float32)
+    _, grad = loss_and_grad(rows, GRPOConfig(importance_level="sequence", clip_low=1.0, clip_high=1e3))
+    length = np.maximum(LENGTHS, 1)[:, None]
+    log_ratio = np.where(rows["mask"], rows["logp"] - rows["old_logp"], 0).sum(-1, keepdims=True) / length
+    np.testing.assert_allclose(
+        grad, np.where(rows["mask"], -np.exp(log_ratio) * rows["advantage"], 0), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_entropy_bonus_has_the_entropys_gradient():
+    @functools.partial(jax.jit, static_argnames="config")
+    def by_entropy(rows, config):
+        return jax.grad(lambda h: member_loss(**{**rows, "entropy": h}, config=config, max_len=T)[0].sum)(
+            rows["entropy"]
+        )
+
+    rows = batch()
+    assert not by_entropy(rows, PLAIN).any()
+    slope = by_entropy(rows, GRPOConfig(entropy_coef=0.25))
+    np.testing.assert_array_equal(slope, np.where(rows["mask"], -0.25, 0.0))
+    (plain, _), grad = loss_and_grad(rows, PLAIN)
+    (bonus, _), same = loss_and_grad(rows, GRPOConfig(entropy_coef=0.25))
+    np.testing.assert_allclose(plain.sum - bonus.sum, 0.25 * rows["entropy"][rows["mask"]].sum(), rtol=1e-4)
+    np.testing.assert_array_equal(grad, same)  # it does not pass through the tokens' own log-probabilities
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_masked_importance_sampling_is_a_smaller_mask(level, aggregation):
+    """Sum, count and gradient are those of the loss whose mask leaves the same tokens out."""
+    rows, config = batch(), GRPOConfig(beta=0.04, aggregation=aggregation)
+    gap = np.where(rows["mask"], rows["old_logp"] - rows["sampler_logp"], 0.0)
+    gap = gap if level == "token" else np.broadcast_to(gap.sum(-1, keepdims=True), gap.shape)
+    kept = rows["mask"] & (np.abs(gap) <= np.log(1.5))
+    assert 0 < kept.sum() < rows["mask"].sum()
+    (want, _), slope = loss_and_grad({**rows, "mask": kept}, config)
+    (found, metrics), grad = loss_and_grad(rows, dataclasses.replace(config, mis_cap=1.5, mis_level=level))
+    np.testing.assert_allclose(found.sum, want.sum, rtol=1e-6)
+    assert found.count == want.count
+    np.testing.assert_allclose(grad, slope, rtol=1e-6)
+    share = 1 - kept.sum() / rows["mask"].sum()
+    assert objectives.metric_values(metrics)["sampling/masked_fraction"] == pytest.approx(share)
+    rows["logp"] = np.where(np.arange(N * T).reshape(N, T) == 0, np.nan, rows["logp"])
+    (seen, _), _ = loss_and_grad({**rows, "old_logp": None}, dataclasses.replace(config, mis_cap=1.5, mis_level=level))
+    assert np.isnan(seen.sum)  # a NaN is no ratio out of bounds
+
+
+def test_fields_of_what_is_off_change_nothing():
+    def program(config):
+        return str(jax.make_jaxpr(lambda rows: member_loss(**rows, config=config, max_len=T))(batch()))
+
+    assert program(GRPOConfig(mis_level="sequence")) == program(PLAIN)
+    for field, value in (("mis_cap", 2.0), ("entropy_coef", 0.1), ("importance_level", "sequence")):
+        assert program(GRPOConfig(**{field: value})) != program(PLAIN)
+
+
+def test_dr_grpo_and_rloo_by_their_formulas():
+    """On-policy gradients: -(r - mean) / (G L) (arXiv 2503.20783); -(r - mean of the others) / G, a sequence's sum of
+    log-probabilities as one action (arXiv 2402.14740)."""
+    rows, rewards = batch(), np.asarray([1, 0, 0, 1, 0.5, 0, 0, 1], np.float32)
+    rows["old_logp"], rows["mask"] = rows["logp"], np.ones((N, T), bool)
+    others = (rewards.sum() - rewards) / (N - 1)
+    for baseline, centred in (("mean", rewards - rewards.mean()), ("leave_one_out", rewards - others)):
+        config = GRPOConfig(aggregation="fixed_length", advantage_scale="none", baseline=baseline)
+        rows["advantage"] = np.asarray(
+            group_advantages(
+                jnp.asarray(rewards), jnp.zeros(N, jnp.int32), num_groups=1, scale="none", baseline=config.baseline
+            )
+        )
+        (loss, _), grad = loss_and_grad(rows, config)
+        np.testing.assert_allclose(grad / loss.count, np.repeat(-centred[:, None] / (N * T), T, axis=1), atol=1e-7)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -327,6 +426,8 @@ def test_b7_masking_truncated_responses():
         ("advantage_scale", "batch", "std, none"), ("baseline", "rloo", "mean, leave_one_out"),
         ("tis_cap", 0.0, "None or a number above 0"), ("tis_cap", "2", "None or a number above 0"),
         ("mask_truncated", 1, "True, False"), ("zero_variance_kl", "no", "True, False"),
+        ("importance_level", "word", "token, sequence"), ("entropy_coef", -0.1, "at least 0"),
+        ("mis_cap", 1.0, "None or a number above 1"), ("mis_level", "group", "token, sequence"),
     ],
 )
 def test_bad_fields_are_refused_by_name(field, value, accepted):

@@ -59,7 +59,7 @@ def byte_means(number, responses):
     return np.asarray([np.mean(ids) / 288 for ids in responses], np.float32), []
 
 
-def transact(state, *, prompts=None, reward=byte_means, seed=0, held=None, **changes):
+def transact(state, *, prompts=None, reward=byte_means, seed=0, held=None, spare=None, between=None, **changes):
     return train.transaction(
         job().model,
         policy(**changes),
@@ -71,6 +71,8 @@ def transact(state, *, prompts=None, reward=byte_means, seed=0, held=None, **cha
         reward,
         jax.random.key(seed),
         held=held,
+        spare=spare,
+        between=between,
     )
 
 
@@ -153,7 +155,7 @@ def test_d1_the_step_is_the_same_for_any_order_and_any_grouping_of_members(objec
         == {"token_mean": 17, "sequence_mean": 4, "fixed_length": 32}[objective.aggregation]
     )
     stepped, info = apply(want)
-    assert info["taken"] and float(want.metrics.sums["clip_ratio/high"].sum) > 0
+    assert info["taken"] and float(want.metrics.sums["clip_ratio/high_mean"].sum) > 0
     for parts in ([[3, 1, 0, 2]], [[0, 1], [2, 3]], [[2], [0], [3], [1]]):
         found = total_of([rows(whole, part) for part in parts], objective)
         assert float(found.loss.count) == float(want.loss.count)
@@ -396,6 +398,89 @@ def test_a2_a_group_without_signal_has_no_policy_gradient():
     )
 
 
+def silent_at(numbers):
+    """byte_means, but equal rewards for the prompts of these numbers."""
+    return lambda n, responses: (np.full(G, 0.35, np.float32), []) if n in numbers else byte_means(n, responses)
+
+
+def test_a2_dynamic_sampling_replaces_groups_of_equal_rewards():
+    """The groups that train are those of the prompts that took their places, with keys of their own."""
+    further = [prompt(2), prompt(0), prompt(1)]
+    asked = []
+
+    def spare(number):
+        asked.append(number)
+        return further[number - 2]
+
+    options = {"prompts": [prompt(0), prompt(1)], "reward": silent_at({0, 2, 3}), "spare": spare}
+    state, (report,), held = transact(trained_state(), max_resamples=5, **options)
+    assert [r.number for r in report.dropped] == [0, 2, 3] and [r.number for r in report.rollouts] == [4, 1]
+    assert asked == [2, 3, 4] and np.array_equal(held.tokens, prompt(1))
+    _, (every,), _ = transact(trained_state(), prompts=[prompt(0), prompt(1), *further])
+    for rolled in report.rollouts + report.dropped:
+        assert rolled.responses == every.rollouts[rolled.number].responses
+        assert np.array_equal(rolled.prompt, every.rollouts[rolled.number].prompt)
+    assert report.loss_count == sum(len(ids) for r in report.rollouts for ids in r.responses)
+    with pytest.raises(ValueError, match="spare=None with max_resamples=5; accepted: a source of further prompts"):
+        transact(trained_state(), max_resamples=5)
+
+
+def test_a2_dynamic_sampling_ends_at_its_bound_and_goes_on_with_what_it_has():
+    reward = silent_at(range(9))
+    _, (first, second), _ = transact(
+        trained_state(), updates=2, max_resamples=2, reward=reward, spare=lambda number: prompt(number % 3)
+    )
+    assert [r.number for r in first.dropped] == [0, 1] and [r.number for r in first.rollouts] == [2]
+    assert not first.rollouts[0].carries_signal and first.grad_norm == 0 and first.skip_reason is None
+    assert second.dropped == [] and second.rollouts == first.rollouts
+
+
+def test_a2_dynamic_sampling_without_need_changes_no_bit():
+    want, (report,), _ = transact(trained_state())
+    found, (again,), _ = transact(trained_state(), max_resamples=2, spare=prompt)
+    assert same_bits(found, want) and again.dropped == [] and again.metrics == report.metrics
+
+
+def test_what_is_raised_between_phases_leaves_the_state_as_it_was():
+    """At every boundary of a step: the same step taken afterwards has the same bits."""
+    phases, start = [], trained_state()
+    before = fingerprint.tree_fingerprint(start)
+    want, _, _ = transact(start, between=lambda: phases.append(1))
+    for stop in range(1, len(phases) + 1):
+        passed = []
+
+        def between(passed=passed, stop=stop):
+            passed.append(1)
+            if len(passed) == stop:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            transact(start, between=between)
+        assert fingerprint.tree_fingerprint(start) == before
+    assert len(phases) == 6 and same_bits(transact(start)[0], want)
+
+
+def test_the_entropy_bonus_moves_adapters_towards_entropy():
+    """Its gradient is that of the entropy, by central differences along itself; advantages are 0.
+
+    The step is small, because the selection and the routing of a larger one are others.
+    """
+    whole = group(advantages=(0, 0, 0, 0))
+    total = total_of([whole], GRPOConfig(entropy_coef=0.5))
+    slope = lora.finalise(total.grads, None)
+    adapters, step = trained_state().adapters, 1e-4
+    length = float(jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(slope))))
+
+    def entropy(sign):
+        moved = jax.tree.map(lambda a, g: a + sign * step / length * g, adapters, slope)
+        batch = (whole.inputs, whole.targets, whole.lengths, 1.0)
+        _, found = replay.score(job().model, job().base, moved, prefix(), *batch)
+        return float(np.where(whole.mask, np.asarray(found, np.float64), 0.0).sum())
+
+    measured = (entropy(1) - entropy(-1)) / (2 * step)
+    assert measured < -1e-3 and measured == pytest.approx(-length / 0.5, rel=2e-3)
+
+
 def test_a3_each_prompt_has_a_baseline_of_its_own():
     rewards = np.asarray([[1, 1, 1, 0], [0, 0, 0, 1]], np.float32)
 
@@ -439,6 +524,7 @@ def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
         ({"max_new_tokens": 0}, "max_new_tokens=0; accepted: at least 1"),
         ({"chunk": 0}, "chunk=0; accepted: at least 1"),
         ({"updates": 0}, "updates=0; accepted: at least 1"),
+        ({"max_resamples": -1}, "max_resamples=-1; accepted: at least 0"),
         ({"temperature": 0.0}, "temperature=0.0; accepted: at least 0.001, finite"),
         ({"temperature": 1e-40}, "temperature=1e-40; accepted: at least 0.001"),
         ({"temperature": math.inf}, "temperature=inf; accepted: at least 0.001, finite"),

@@ -103,7 +103,8 @@ def another_dataset():
     return str(tiny_jobs.write_rows(tiny_jobs.rows().with_name("another.jsonl"), note="other"))
 
 
-OBJECTIVE = {"grpo.beta": 0.1, "grpo.tis_cap": 1.1}  # on, so that what belongs to them shows
+# On, so that what belongs to them shows.
+OBJECTIVE = {"grpo.beta": 0.1, "grpo.tis_cap": 1.1, "grpo.mis_cap": 1.23}
 RUN = {"reward.functions": ("tiny_rewards:mean_byte",)}
 
 # Field: another value, what is looked at, what else is set on both sides.
@@ -129,20 +130,27 @@ FIELDS = {
     "grpo.temperature": (0.7, logged, RUN),
     "grpo.top_p": (0.9, loaded(lambda job: job.policy.top_p), {}),
     "grpo.updates": (2, logged, RUN),
+    "grpo.max_resamples": (1, logged, {"reward.functions": ("tiny_rewards:second_row_alone",)}),
     "grpo.clip_low": (0.1, loss_of, OBJECTIVE),
     "grpo.clip_high": (0.1, loss_of, OBJECTIVE),
+    "grpo.importance_level": ("sequence", loss_of, OBJECTIVE),
     "grpo.beta": (0.2, loss_of, OBJECTIVE),
     "grpo.kl_estimator": ("k2", loss_of, OBJECTIVE),
+    "grpo.entropy_coef": (0.1, loss_of, OBJECTIVE),
     "grpo.aggregation": ("fixed_length", loss_of, OBJECTIVE),
     "grpo.advantage_scale": ("none", loss_of, OBJECTIVE),
     "grpo.baseline": ("leave_one_out", loss_of, OBJECTIVE),
     "grpo.tis_cap": (0.0, loss_of, OBJECTIVE),
+    "grpo.mis_cap": (1.1, loss_of, OBJECTIVE),
+    "grpo.mis_level": ("sequence", loss_of, OBJECTIVE),
     "grpo.mask_truncated": (True, loss_of, OBJECTIVE),
     "grpo.zero_variance_kl": (False, loss_of, OBJECTIVE),
     "capture.chunk": (32, loaded(lambda job: job.policy.chunk), {}),
     "capture.keep_selection": (True, loaded(lambda job: job.policy.keep_selection), {"grpo.mode": "exact"}),
     "reward.functions": (("digit_share",), logged, RUN),
     "reward.weights": ((0.5,), logged, RUN),
+    "reward.overlong_cache": (4, logged, RUN),
+    "reward.overlong_penalty": (2.0, logged, RUN | {"reward.overlong_cache": 4}),
     "reward.timeout_s": (0.2, killed_after, {"reward.timeout_s": 0.1}),
     "optimizer.learning_rate": (1e-3, two_updates, {}),
     "optimizer.b1": (0.5, two_updates, {}),
@@ -159,6 +167,7 @@ FIELDS = {
 ELSEWHERE = {
     "data.prompt_file": "test_build_prompt",
     "mesh.emulate": "test_train_grpo_input, 'mesh that does not divide' and 'more devices than there are'",
+    "grpo.stop_without_signal": "test_train_grpo, 'a run without a signal'",
     "reward.answer_timeout_s": "test_a7_answer_timeout_s_is_what_an_answer_gets",
 }
 

@@ -33,16 +33,23 @@ def get_config() -> ConfigDict:
                 "max_new_tokens": 256,
                 "temperature": 1.0,
                 "top_p": 1.0,
-                "updates": 1,  # optimizer steps a rollout
-                "clip_low": 0.2,
-                "clip_high": 0.28,
+                # In brackets the names of TRL's GRPOConfig, or of verl's configuration.
+                "updates": 1,  # optimizer steps a rollout (num_iterations)
+                "max_resamples": 0,  # groups of equal rewards that a step replaces by further rows (filter_groups)
+                "stop_without_signal": 0,  # stop after that many steps in a row without a signal; 0: never
+                "clip_low": 0.2,  # (epsilon)
+                "clip_high": 0.28,  # (epsilon_high)
+                "importance_level": "token",  # "sequence": GSPO (importance_sampling_level)
                 "beta": 0.0,
                 "kl_estimator": "k3",
-                "aggregation": "token_mean",
-                "advantage_scale": "std",
-                "baseline": "mean",
-                "tis_cap": 0.0,  # 0: no importance correction
-                "mask_truncated": False,
+                "entropy_coef": 0.0,  # weight of the entropy bonus (verl's entropy_coeff)
+                "aggregation": "token_mean",  # "sequence_mean", "fixed_length" (loss_type "dapo", "grpo", "dr_grpo")
+                "advantage_scale": "std",  # "none" (scale_rewards)
+                "baseline": "mean",  # "leave_one_out": RLOO
+                "tis_cap": 0.0,  # 0: no importance weights (vllm_importance_sampling_mode "token_truncate")
+                "mis_cap": 0.0,  # 0: no mask; else what leaves [1 / cap, cap] leaves the loss ("token_mask")
+                "mis_level": "token",  # or "sequence" ("sequence_mask")
+                "mask_truncated": False,  # (mask_truncated_completions)
                 "zero_variance_kl": True,
             },
             "capture": {
@@ -54,6 +61,8 @@ def get_config() -> ConfigDict:
                 "weights": (1.0,),
                 "timeout_s": 30.0,  # one call of one function
                 "answer_timeout_s": 5.0,  # one answer of boxed_math
+                "overlong_cache": 0,  # last tokens of the budget over which the reward sinks (overlong_buffer.len)
+                "overlong_penalty": 1.0,  # by how much, where the budget is full (overlong_buffer.penalty_factor)
             },
             "lora": {name: {"rank": 8, "alpha": 16.0} for name in targets},  # rank 0: not a target
             "optimizer": {

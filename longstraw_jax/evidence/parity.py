@@ -374,7 +374,7 @@ def measure_mode(
             "step": compare(*moved, targets),
             "loss_found": float(objectives.mean(total.loss)),
             "loss_wanted": float(loss),
-            "clipped_fraction": float(metrics["clip_ratio/low"] + metrics["clip_ratio/high"]),
+            "clipped_fraction": float(metrics["clip_ratio/region_mean"]),
             "step_taken": bool(info["taken"]),
         }
         if mode != "frozen":

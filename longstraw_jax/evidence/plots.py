@@ -98,8 +98,8 @@ def _draw_ratio(upper: Axes, lower: Axes, steps: Sequence[Step]) -> None:
         "ratio/mean": (upper, "new / old policy, mean"),
         "ratio/max": (upper, "new / old policy, largest"),
         "sampling/importance_sampling_ratio/mean": (upper, "trainer / sampler, mean"),
-        "clip_ratio/low": (lower, "below 1 - clip_low"),
-        "clip_ratio/high": (lower, "above 1 + clip_high"),
+        "clip_ratio/low_mean": (lower, "below 1 - clip_low"),
+        "clip_ratio/high_mean": (lower, "above 1 + clip_high"),
     }
     for name, (axes, label) in curves.items():
         values = _metric(steps, name)

@@ -3,7 +3,8 @@
 python experiments/train_grpo.py --config=experiments/configs/grpo.py --workdir=runs/mine \
     --config.model.checkpoint=DIR --config.data.paths='("rows.jsonl",)'
 
-Run again with the same folder to resume; another configuration is refused.
+Run again with the same folder to resume; another configuration is refused. Ctrl-C or SIGTERM drops the step in flight,
+saves and ends with exit code 130.
 """
 
 import contextlib
@@ -23,14 +24,15 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 from tqdm import tqdm
 
-from longstraw_jax import fingerprint, job_config, launch, lora, rollout, sharding, train
+from longstraw_jax import fingerprint, interrupt, job_config, launch, lora, rollout, sharding, train
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import kernels, memory, plots, prerequisites, receipt
+from longstraw_jax.evidence.step_record import rollout_tokens, step_record
 from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics
 from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.prefix import freshness
-from longstraw_jax.rl import rewards
+from longstraw_jax.rl import rewards, shaping
 from longstraw_jax.types import Params
 
 TRAINABLE_FILE = "trainable.json"  # which arrays train, their shapes and targets
@@ -82,18 +84,30 @@ def load_job(config: ConfigDict, workdir: pathlib.Path) -> Job:
 def reward_call(job: Job, rows: list[dict[str, Any]]) -> rollout.RewardCall:
     """Scores the responses of each of the step's prompts with the configured functions, once for all processes."""
 
+    settings = job.config.reward
+
     def score(number, responses):
         row, count = rows[number], len(responses)
-        values, _, events = rewards.score(
+        values, by_function, events = rewards.score(
             job.reward_functions,
-            list(job.config.reward.weights),
+            list(settings.weights),
             [row["prompt"]] * count,
             [job.tokenizer.decode(ids, skip_special=True) for ids in responses],
             responses,
             {name: [value] * count for name, value in row["columns"].items()},
-            job.config.reward.timeout_s,
+            settings.timeout_s,
         )
-        return values.tolist(), [event for event in events if event["event"] == "reward_metric"]  # what is logged
+        events = [event for event in events if event["event"] == "reward_metric"]  # what is logged
+        if settings.overlong_cache:
+            lengths = np.asarray([len(ids) for ids in responses])
+            by_function["overlong"] = shaping.overlong_penalty(
+                lengths,
+                max_len=job.policy.max_new_tokens,
+                cache=settings.overlong_cache,
+                factor=settings.overlong_penalty,
+            )
+            values = values + by_function["overlong"]
+        return values.tolist(), events + rewards.group_metrics(by_function)
 
     def call(number, responses):
         values, events = launch.on_first(lambda: score(number, responses))
@@ -102,50 +116,29 @@ def reward_call(job: Job, rows: list[dict[str, Any]]) -> rollout.RewardCall:
     return call
 
 
-def step_record(
-    job: Job, step: int, rows: list[dict[str, Any]], report: train.StepReport, seconds: float
-) -> dict[str, Any]:
-    """A line of steps.jsonl, as evidence/figures.py defines it."""
-    rollouts = report.rollouts
-    every = np.concatenate([r.rewards for r in rollouts])
-    scored = every[np.isfinite(every)]
-    truncated = [bool(t) for r in rollouts for t in r.truncated]
-    spread = [
-        float(np.nanmax(r.rewards) - np.nanmin(r.rewards)) if np.isfinite(r.rewards).any() else 0.0 for r in rollouts
-    ]
-    extra = {
-        "frac_reward_zero_std": float(np.mean([s == 0 for s in spread])),
-        "completions/clipped_ratio": float(np.mean(truncated)),
-        "reward/unscorable": float(every.size - scored.size),
-    }
-    logged: dict[str, list[float]] = {}  # what reward functions gave to log_metric
-    for event in (event for r in rollouts for event in r.events):
-        logged.setdefault(f"rewards/{event['function']}/{event['name']}", []).append(event["value"])
-    extra |= {name: float(np.mean(values)) for name, values in logged.items()}
-    return {
-        "step": step,
-        "row_ids": [row["id"] for row in rows],
-        "prompt_tokens": [int(r.prompt.size) for r in rollouts],
-        "mode": job.policy.mode,
-        "group_size": job.policy.group,
-        "rewards": [float(x) if np.isfinite(x) else None for x in every],
-        "advantages": [float(x) for r in rollouts for x in r.advantages],
-        "response_lengths": [len(ids) for r in rollouts for ids in r.responses],
-        "truncated": truncated,
-        "reward_mean": float(scored.mean()) if scored.size else None,
-        "loss": report.loss_sum / report.loss_count if report.loss_count else 0.0,
-        "loss_sum": report.loss_sum,
-        "loss_count": report.loss_count,
-        "grad_norm": report.grad_norm,
-        "skipped": report.skip_reason is not None,
-        "skip_reason": report.skip_reason,
-        "nonfinite_count": report.nonfinite,
-        "metrics": report.metrics | extra,
-        "seconds": report.seconds | {"step": seconds},
-        "peak_bytes": max(launch.exchange(memory.peak_bytes()[0])),
-        "prefix_age": report.prefix_age,
-        "adapter_fingerprint": report.adapter_fingerprint,
-    }
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a resumed run goes on from beside its state: counted up to the last step, kept in the checkpoint.
+
+    rows: places taken of the endless order of rows. silent_steps: steps without a signal up to now, in a row.
+    signals: steps that had one. num_tokens: prompt and response tokens, a prompt once for its group.
+    """
+
+    rows: int = 0
+    silent_steps: int = 0
+    signals: int = 0
+    num_tokens: int = 0
+
+    def after(self, report: train.StepReport, rows: int) -> "Progress":
+        """After a step that took so many further rows, 0 for a step on an earlier rollout."""
+        signal = any(r.carries_signal for r in report.rollouts)
+        rolled_out = [*report.rollouts, *report.dropped] if rows else []
+        return Progress(
+            self.rows + rows,
+            0 if signal else self.silent_steps + 1,
+            self.signals + signal,
+            self.num_tokens + rollout_tokens(rolled_out),
+        )
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
@@ -153,14 +146,29 @@ def plain(config: ConfigDict) -> dict[str, Any]:
     return json.loads(config.to_json())
 
 
-def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Trains, or resumes, the run in `workdir` and returns its receipt. Raises ValueError for bad input."""
+def run(
+    config: ConfigDict, workdir: pathlib.Path, signalled: Callable[[], str | None] = lambda: None
+) -> dict[str, Any]:
+    """Trains, or resumes, the run in `workdir` and returns its receipt.
+
+    Args:
+      signalled: from interrupt.caught_signals.
+
+    Raises:
+      ValueError: bad input.
+      NoSignalError: config.grpo.stop_without_signal; checkpoint and receipt are written.
+      Interrupted: a signal came; checkpoint and receipt are written, but before the first step.
+    """
     if (workdir / receipt.CONFIG_FILE).exists():
         receipt.bind_config(workdir, plain(config))  # another configuration's folder: said before weights are read
     job = load_job(config, workdir)
     with contextlib.ExitStack() as opened:
         _open_on_first(opened, lambda: run_lock(workdir))
-        return _train(job, workdir)
+        return _train(job, workdir, signalled)
+
+
+class NoSignalError(ValueError):
+    """As many steps in a row as config.grpo.stop_without_signal had groups of equal rewards alone."""
 
 
 def _open_on_first(opened: contextlib.ExitStack, make: Callable[[], Any]) -> Any:
@@ -170,7 +178,7 @@ def _open_on_first(opened: contextlib.ExitStack, make: Callable[[], Any]) -> Any
     return found[0] if found else None
 
 
-def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
+def _train(job: Job, workdir: pathlib.Path, signalled: Callable[[], str | None]) -> dict[str, Any]:
     config = job.config
     sha = launch.on_first(lambda: receipt.bind_config(workdir, plain(config)))
     optimizer = train.make_optimizer(job.optimizer)
@@ -186,43 +194,93 @@ def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
     }
     folder = workdir / "checkpoints"
     launch.check_same("what the run is bound to", bound)
+    progress = Progress()
     if checkpoint.latest_step(folder) is not None:
-        state, _ = checkpoint.restore(folder, state, expected=bound)
+        state, saved = checkpoint.restore(folder, state, expected=bound)
+        progress = Progress(**saved["progress"])
         logging.info("resumed after step %d", int(state.step))
         if int(state.step) == config.steps and (workdir / "receipt.json").is_file():
             return json.loads((workdir / "receipt.json").read_text())  # what it says of the code that ran stays true
+        launch.on_first(lambda: (workdir / "receipt.json").unlink(missing_ok=True))  # of a run that ended early
     table, first = lora.trainable_table(job.model.config, job.model.lora), launch.is_first()
     launch.on_first(lambda: write_whole(workdir / TRAINABLE_FILE, (json.dumps(table, indent=1) + "\n").encode()))
     if first:
         print(lora.format_table(table))
+
+    def save(state, progress):
+        metadata = bound | {"progress": dataclasses.asdict(progress)}
+        checkpoint.save(folder, int(state.step), state, metadata, keep=config.checkpoint.keep)
+
+    state, progress, ended = _steps(job, workdir, optimizer, state, progress, save, signalled)
+    done = int(state.step)
+    if not done:
+        raise ended  # with nothing to keep
+    if checkpoint.latest_step(folder) != done:
+        save(state, progress)
+    if first and not progress.signals:
+        logging.warning(
+            "none of %d steps had a signal: in every group the rewards are equal or unscorable, so that they have "
+            "taught the policy nothing", done,
+        )  # fmt: skip
+    adapters = jax.tree.map(launch.to_host, state.adapters)
+    status = "finished" if ended is None else "stopped" if isinstance(ended, NoSignalError) else "interrupted"
+    written = launch.on_first(lambda: finish(job, workdir, adapters, status))
+    if ended is not None:
+        raise ended
+    return written
+
+
+def _steps(job, workdir, optimizer, state, progress, save, signalled):
+    """Takes and logs the steps that are left: the state, how far it is, and what ended the run before its last step."""
+    config, done, held, first = job.config, int(state.step), None, launch.is_first()
     base_words = freshness.policy_fingerprint(job.model, job.base_sha)
-    held, done = None, int(state.step)
     silent = not (first and sys.stderr.isatty())
+
+    def between(*_):
+        interrupt.check(signalled)
+
     with (
         contextlib.ExitStack() as opened,
         tqdm(total=config.steps, initial=done, desc="steps", unit="step", disable=silent) as bar,
     ):
         writer = _open_on_first(opened, lambda: metrics.MetricWriter(workdir, last_step=done))
         while done < config.steps:
-            number = done // job.policy.updates
-            order = data.row_order(len(job.dataset.rows), config.seed, number, config.data.rows_per_step)
-            rows = [job.dataset.rows[i] for i in order]
+            rows = _Rows(job, progress.rows)
             started = time.perf_counter()
-            state, reports, held = train.transaction(
-                job.model,
-                job.policy,
-                optimizer,
-                job.base,
-                base_words,
-                state,
-                [job.build(row["prompt"]) for row in rows],
-                reward_call(job, rows),
-                jax.random.fold_in(jax.random.key(config.seed), number),
-                held=held,
-            )
+            try:
+                state, reports, held = train.transaction(
+                    job.model,
+                    job.policy,
+                    optimizer,
+                    job.base,
+                    base_words,
+                    state,
+                    [rows.prompt(number) for number in range(config.data.rows_per_step)],
+                    reward_call(job, rows.taken),
+                    jax.random.fold_in(jax.random.key(config.seed), done // job.policy.updates),
+                    spare=rows.prompt,
+                    held=held,
+                    progress=between,
+                    between=between,
+                )
+            except interrupt.Interrupted as signal:  # the step in flight is dropped
+                return state, progress, signal
             seconds = (time.perf_counter() - started) / len(reports)
             for step, report in enumerate(reports, start=done + 1):
-                record = step_record(job, step, rows, report, seconds)
+                progress = progress.after(report, len(rows.taken) if step == done + 1 else 0)
+                record = step_record(
+                    report,
+                    job.policy,
+                    step,
+                    [row["id"] for row in rows.taken],
+                    seconds=seconds,
+                    peak_bytes=max(launch.exchange(memory.peak_bytes()[0])),
+                    extra={
+                        "learning_rate": job.optimizer.learning_rate,
+                        "num_tokens": float(progress.num_tokens),
+                        "epoch": progress.rows / len(job.dataset.rows),
+                    },
+                )
                 launch.on_first(lambda record=record: writer.write(record))
                 bar.set_postfix(reward=record["reward_mean"], loss=record["loss"])
                 bar.update()
@@ -230,9 +288,29 @@ def _train(job: Job, workdir: pathlib.Path) -> dict[str, Any]:
                     print(step_line(record), flush=True)
             before, done = done, done + len(reports)
             if done == config.steps or done // config.checkpoint.every > before // config.checkpoint.every:
-                checkpoint.save(folder, done, state, bound, keep=config.checkpoint.keep)
-    adapters = jax.tree.map(launch.to_host, state.adapters)
-    return launch.on_first(lambda: finish(job, workdir, adapters))
+                save(state, progress)
+            if 0 < config.grpo.stop_without_signal <= progress.silent_steps and done < config.steps:
+                told = (
+                    f"{progress.silent_steps} steps in a row without a signal, up to step {done}: in every group the "
+                    f"rewards are equal or unscorable; accepted: fewer than grpo.stop_without_signal="
+                    f"{config.grpo.stop_without_signal}. Checkpoint and receipt are written"
+                )
+                return state, progress, NoSignalError(told)
+    return state, progress, None
+
+
+class _Rows:
+    """The rows of one rollout, taken in order from a place of the endless order of rows."""
+
+    def __init__(self, job: Job, start: int):
+        self.taken: list[dict[str, Any]] = []
+        self._job, self._start = job, start
+
+    def prompt(self, number: int) -> np.ndarray:
+        """Takes the next row, which has this number, and builds its prompt."""
+        job, place = self._job, self._start + number
+        self.taken.append(job.dataset.rows[data.row_order(len(job.dataset.rows), job.config.seed, place, 1)[0]])
+        return job.build(self.taken[number]["prompt"])
 
 
 def step_line(record: dict[str, Any]) -> str:
@@ -240,12 +318,15 @@ def step_line(record: dict[str, Any]) -> str:
     reward = "none" if record["reward_mean"] is None else f"{record['reward_mean']:.4f}"
     return (
         f"step {record['step']:>4}  reward {reward}  loss {record['loss']:+.4f}  grad {record['grad_norm']:.3f}  "
-        f"{record['seconds']['step']:.1f} s" + (f"  skipped: {record['skip_reason']}" if record["skipped"] else "")
+        f"{record['seconds']['step']:.1f} s"
+        + (f"  {len(record['resampled_row_ids'])} resampled" if record["resampled_row_ids"] else "")
+        + ("  no signal" if record["metrics"]["frac_reward_zero_std"] == 1 else "")
+        + (f"  skipped: {record['skip_reason']}" if record["skipped"] else "")
     )
 
 
-def finish(job: Job, workdir: pathlib.Path, adapters: Params) -> dict[str, Any]:
-    """Adapter, plots and receipt of a finished run; for one process, which has the adapters on its host."""
+def finish(job: Job, workdir: pathlib.Path, adapters: Params, status: str) -> dict[str, Any]:
+    """Adapter, plots and receipt of a run that ended; for one process, which has the adapters on its host."""
     steps = metrics.read_steps(workdir / metrics.STEPS_FILE)
     adapter.export_peft(
         workdir / "adapter", job.model.config, job.model.lora, adapters,
@@ -273,6 +354,7 @@ def finish(job: Job, workdir: pathlib.Path, adapters: Params) -> dict[str, Any]:
         seeds={"run": job.config.seed},
         prefix_gradient_mode=job.policy.mode,
         artifacts=artifacts,
+        status=status,
     )
 
 
@@ -289,8 +371,11 @@ def main(argv: list[str]) -> None:
         )
         set_devices(values.config, cluster.processes if cluster else 1)
         launch.join(cluster)
-        with launch.ends_with_the_others(cluster):
-            run(values.config, pathlib.Path(values.workdir))
+        with launch.ends_with_the_others(cluster), interrupt.caught_signals() as signalled:
+            run(values.config, pathlib.Path(values.workdir), signalled)
+    except interrupt.Interrupted as signal:
+        launch.say(f"interrupted by {signal}; {launch.RESUME}")
+        sys.exit(interrupt.EXIT_CODE)
     except (ValueError, OSError) as error:
         fail(error)
     if launch.is_first():

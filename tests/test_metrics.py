@@ -49,7 +49,7 @@ def test_writes_one_line_a_step_and_tensorboard(tmp_path):
     assert (tmp_path / STEPS_FILE).read_bytes().count(b"\n") == 2
     shown = {(step, tag): value for step, tag, value in _tensorboard_scalars(tmp_path)}
     assert shown[2, "kl"] == pytest.approx(0.1) and shown[1, "seconds/replay"] == 2.0
-    assert shown[1, "reward/mean"] == 0.5
+    assert shown[1, "reward"] == 0.5
 
 
 def test_line_is_on_disk_before_write_returns(tmp_path):
@@ -167,4 +167,4 @@ def test_strict_json_takes_plain_json():
 
 def test_scalars_skip_lists_text_and_nulls():
     record = _record(1, loss=None, rewards=[1.0], mode="frozen", skipped=True)
-    assert step_scalars(record) == {"reward/mean": 0.5, "kl": 0.1, "seconds/replay": 2.0, "skipped": 1.0}
+    assert step_scalars(record) == {"reward": 0.5, "kl": 0.1, "seconds/replay": 2.0, "skipped": 1.0}

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from longstraw_jax.rl.rewards import RewardError, in_process, load, score
+from longstraw_jax.rl.rewards import RewardError, group_metrics, in_process, load, score
 
 TEXTS = ["12ab", "", "1234", "é½7x"]
 
@@ -201,3 +201,9 @@ def test_arguments_that_do_not_fit_are_refused():
         scored([lengths], prompts=TEXTS)
     with pytest.raises(ValueError, match="timeout_s: 0; accepted: seconds above 0"):
         scored([lengths], timeout_s=0)
+
+
+def test_each_functions_own_figures_leave_unscored_rows_out():
+    table = {"f": np.array([1.0, np.nan, 0.0], np.float32), "g": np.full(3, np.nan, np.float32)}
+    events = {(e["function"], e["name"]): e["value"] for e in group_metrics(table | {"h": table["f"][:1]})}
+    assert events == {("f", "mean"): 0.5, ("f", "std"): pytest.approx(0.5**0.5), ("h", "mean"): 1.0}

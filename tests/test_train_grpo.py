@@ -17,8 +17,9 @@ import pytest
 import tiny_jobs
 import train_grpo
 
+from longstraw_jax import interrupt
 from longstraw_jax.evidence import verify
-from longstraw_jax.io import adapter, checkpoint, metrics
+from longstraw_jax.io import adapter, checkpoint, data, metrics
 from longstraw_jax.rl import rewards
 
 TESTS = pathlib.Path(__file__).parent
@@ -101,7 +102,8 @@ def test_a_finished_run_run_again_changes_nothing(long_run):
     assert verify.main([str(folder / "straight")]) == 0
 
 
-def test_i1_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(long_run, tmp_path):
+def test_i1_a_run_interrupted_then_killed_and_resumed_equals_one_that_was_not(long_run, tmp_path):
+    """Ctrl-C before the first checkpoint is due leaves one, and a receipt that says so; a kill leaves neither."""
     folder, changes = long_run
     config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**changes))
     command = [sys.executable, str(MAIN), f"--config={config}", f"--workdir={tmp_path / 'run'}"]
@@ -111,21 +113,82 @@ def test_i1_a_run_killed_at_any_moment_and_resumed_equals_one_that_was_not(long_
     def lines():
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
-    for number in (1, 3):  # before the first checkpoint, and after it
+    for number, ends in ((1, signal.SIGINT), (3, signal.SIGKILL)):
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         ) as process:
             start = lines()
             while process.poll() is None and not (lines() != start and lines() >= number):
                 time.sleep(0.005)
-            time.sleep(random.uniform(0, 0.3))
-            process.kill()
+            time.sleep(random.uniform(0, 0.3) if ends == signal.SIGKILL else 0)
+            process.send_signal(ends)
             said = process.stderr.read().decode()
-        assert process.returncode in (-signal.SIGKILL, 0), said
+        if ends == signal.SIGKILL:
+            assert process.returncode in (-signal.SIGKILL, 0), said
+            continue
+        assert process.returncode == 130 and "interrupted by SIGINT; run the same command again" in said, said
+        receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+        assert receipt["status"] == "interrupted" and receipt["figures"]["steps"]["value"] == lines()
+        assert checkpoints(tmp_path / "run") == [lines()] and verify.main([str(tmp_path / "run")]) == 0
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"receipt: {tmp_path / 'run' / 'receipt.json'}"
     same_run(tmp_path / "run", folder / "straight")
+
+
+def test_i1_a_step_that_resamples_is_dropped_whole_and_the_rows_go_on_from_their_place(tmp_path, capsys):
+    """Only row 1 of three has a signal: a step takes rows until it comes, at most three."""
+    changes = {"steps": 4, "checkpoint.every": 2, "grpo.max_resamples": 2}
+    changes |= {"reward.functions": ("tiny_rewards:second_row_alone",)}
+    run(tmp_path / "straight", **changes)
+    want = read(tmp_path / "straight")
+    assert [step["row_ids"] for step in want] == [[1]] * 4
+    assert 0 < sum(len(step["resampled_row_ids"]) for step in want) < 9
+    places = [row for step in want for row in step["resampled_row_ids"] + step["row_ids"]]
+    job = tiny_jobs.job(**changes)
+    assert places == [tiny_row(job, place)["id"] for place in range(len(places))]
+    for step in want:
+        assert step["metrics"]["dynamic_sampling/resampled"] == len(step["resampled_row_ids"])
+        assert step["metrics"]["dynamic_sampling/without_signal"] == 0 < step["metrics"]["reward_std"]
+    assert want[-1]["metrics"]["epoch"] == len(places) / 3
+    rows = {row["id"]: job.build(row["prompt"]).size for row in job.dataset.rows}
+    assert want[-1]["metrics"]["num_tokens"] >= sum(rows[row] for row in places) + len(places) * 4
+
+    def signalled():  # within the fourth step, or its resampling
+        return "SIGTERM" if len(read(tmp_path / "again")) == 3 else None
+
+    with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
+        train_grpo.run(tiny_jobs.config(**changes), tmp_path / "again", signalled)
+    assert checkpoints(tmp_path / "again") == [2, 3] and verify.main([str(tmp_path / "again")]) == 0
+    assert json.loads((tmp_path / "again" / "receipt.json").read_text())["status"] == "interrupted"
+    run(tmp_path / "again", **changes)
+    same_run(tmp_path / "again", tmp_path / "straight")
+    assert json.loads((tmp_path / "again" / "receipt.json").read_text())["status"] == "finished"
+    assert " resampled" in capsys.readouterr().out
+
+
+def tiny_row(job, place):
+    return job.dataset.rows[data.row_order(len(job.dataset.rows), 0, place, 1)[0]]
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_to_verify(tmp_path):
+    with pytest.raises(interrupt.Interrupted, match="SIGINT"):
+        train_grpo.run(tiny_jobs.config(), tmp_path, lambda: "SIGINT")
+    assert read(tmp_path) == [] and not (tmp_path / "receipt.json").exists()
+
+
+@pytest.mark.parametrize("function", ["equal", "nothing"])
+def test_a_run_without_a_signal_stops_and_says_so(function, tmp_path, caplog):
+    """After two steps; what there is, is kept. Run again, it goes on and stops after the next."""
+    changes = {"steps": 6, "grpo.stop_without_signal": 2, "reward.functions": (f"tiny_rewards:{function}",)}
+    for steps in (2, 3):
+        with pytest.raises(train_grpo.NoSignalError, match=f"{steps} steps in a row without a signal, up to step"):
+            run(tmp_path, **changes)
+        assert f"none of {steps} steps had a signal" in caplog.text
+        assert len(read(tmp_path)) == checkpoints(tmp_path)[-1] == steps
+        assert json.loads((tmp_path / "receipt.json").read_text())["status"] == "stopped"
+    assert verify.main([str(tmp_path)]) == 0
+    assert [step["reward_mean"] for step in read(tmp_path)] == [0.5 if function == "equal" else None] * 3
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_resumes(long_run, tmp_path):

@@ -60,6 +60,8 @@ def folder(tmp_path_factory):
     for name, key in (("no_prompt", "prompt"), ("no_answer", "reward_model")):
         row = {k: v for k, v in json.loads(good[1]).items() if k != key}
         (folder / f"{name}.jsonl").write_text("\n".join([good[0], json.dumps(row), good[2]]) + "\n")
+    (folder / "empty.jsonl").touch()
+    (folder / "blank.jsonl").write_text("\n\n")
     tiny_jobs.write_config(folder / "config.py", tiny_jobs.config())
     return folder
 
@@ -71,6 +73,21 @@ BAD = {
         ["max_position_embeddings=256", "--config.model.yarn_positions=", "prompt plus response of "],
     ),
     "group of one": (["--config.grpo.group=1"], ["grpo.group=1; accepted: an integer of at least 2"]),
+    "no response": (["--config.grpo.max_new_tokens=0"], ["grpo.max_new_tokens=0; accepted: at least 1"]),
+    "resamples": (["--config.grpo.max_resamples=-1"], ["grpo.max_resamples=-1; accepted: at least 0"]),
+    "silent steps": (["--config.grpo.stop_without_signal=-1"], ["grpo.stop_without_signal=-1; accepted: at least 0"]),
+    "overlong cache": (
+        ["--config.reward.overlong_cache=9", "--config.reward.overlong_penalty=-1"],
+        ["reward.overlong_cache=9; accepted: 0 to grpo.max_new_tokens=8", "reward.overlong_penalty=-1.0; accepted: at"],
+    ),
+    "level of the ratio": (
+        ["--config.grpo.importance_level=word"],
+        ["grpo.importance_level: 'word'; accepted: token, sequence"],
+    ),
+    "mask of ratios": (["--config.grpo.mis_cap=0.5"], ["grpo.mis_cap: 0.5; accepted: None or a number above 1"]),
+    "entropy": (["--config.grpo.entropy_coef=-1"], ["grpo.entropy_coef: -1.0; accepted: a number of at least 0"]),
+    "empty dataset": (["--config.data.paths=('{folder}/empty.jsonl',)"], ["empty.jsonl: the file is empty"]),
+    "dataset of no rows": (["--config.data.paths=('{folder}/blank.jsonl',)"], ["blank.jsonl: holds no rows"]),
     "unknown mode": (["--config.grpo.mode=thawed"], ["mode='thawed'", "'frozen' or 'detached' or 'exact'"]),
     "a selection that nothing would read": (
         ["--config.capture.keep_selection=True"],

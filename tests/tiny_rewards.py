@@ -27,3 +27,16 @@ def hangs(prompts, completions, completion_ids, **columns):
 
 def too_few(prompts, completions, completion_ids, **columns):
     return [0.0]
+
+
+def equal(prompts, completions, completion_ids, **columns):
+    return [0.5] * len(completions)
+
+
+def nothing(prompts, completions, completion_ids, **columns):
+    return [float("nan")] * len(completions)
+
+
+def second_row_alone(prompts, completions, completion_ids, extra_info, **columns):
+    """As mean_byte for the row of index 1; equal for the others."""
+    return mean_byte(prompts, completions, completion_ids) if extra_info[0]["index"] == 1 else [0.0] * len(completions)

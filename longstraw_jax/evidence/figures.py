@@ -4,6 +4,7 @@ A step record (a line of steps.jsonl; `$defs/step` of receipt.schema.json says t
 
     step                optimizer step, from 1
     row_ids             dataset row id of each prompt
+    resampled_row_ids   (optional) of prompts that others replaced, as all their rewards were equal
     prompt_tokens       tokens of each prompt
     mode, group_size    prefix-gradient mode; members a prompt
     rewards             a member each, the members of one prompt together; null where unscorable
@@ -13,10 +14,11 @@ A step record (a line of steps.jsonl; `$defs/step` of receipt.schema.json says t
     grad_norm           global norm before clipping; null when not finite
     skipped, skip_reason          whether the optimizer step was left out, and why (null if it was not)
     nonfinite_count     NaN and infinite gradient entries
-    metrics             name -> number: kl, entropy, clip_ratio/low, clip_ratio/high, ratio/mean, ratio/max,
+    metrics             name -> number: kl, entropy, clip_ratio/low_mean, high_mean, region_mean, ratio/mean, ratio/max,
                         sampling/importance_sampling_ratio/mean, max_abs_log_ratio (against the log-probs of
                         the first update, so 0 where there is one), sampling/max_abs_log_ratio (trainer
-                        against sampler), frac_reward_zero_std, completions/clipped_ratio and others
+                        against sampler), frac_reward_zero_std, completions/clipped_ratio and others: see
+                        longstraw_jax.evidence.step_record
     seconds             phase -> seconds: capture, sample, reward, score, replay, reverse, finalise; step is the whole
     peak_bytes          peak memory so far (see longstraw_jax.evidence.memory)
     prefix_age          optimizer steps since the prompt's capture

@@ -86,6 +86,7 @@ def write_receipt(
     prefix_gradient_mode: str,
     artifacts: Mapping[str, str],
     claims: Sequence[Mapping[str, Any]] = (),
+    status: str = "finished",
     window: int = WINDOW,
 ) -> dict[str, Any]:
     """Builds the receipt of the run in `workdir` and writes receipt.json; for process 0 of a run.
@@ -105,6 +106,7 @@ def write_receipt(
       claims: rows of the *gradient* and *quality* claims: `claim`, `status` (shown, not shown, not measured) and
         `evidence` (`figures/<name>` or `artifacts/<path>`). One left out is "not measured". The other two rows
         follow from the figures.
+      status: how the run ended: finished, interrupted (by a signal) or stopped (without a signal in its rewards).
       window: steps at either end of the run that the rise in reward compares.
 
     Returns:
@@ -124,6 +126,7 @@ def write_receipt(
     kinds = {STEPS_FILE: "steps", CONFIG_FILE: "config", **artifacts}
     receipt = {
         "schema_version": _SCHEMA_VERSION,
+        "status": status,
         "created": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "code": describe_code(Path(__file__).resolve().parents[1]),
         "config": {"sha256": bind_config(workdir, config), "resolved": json.loads(json.dumps(config))},

@@ -131,12 +131,12 @@ def truncate_steps(path: str | os.PathLike, last_step: int) -> int:
 def step_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The finite scalars of a plain step record by TensorBoard tag.
 
-    Entries of `metrics` keep their names, phases become `seconds/<phase>`, and `reward_mean` becomes
-    `reward/mean`, the names that users of such systems know.
+    Entries of `metrics` keep their names, which are TRL's where it has one, phases become `seconds/<phase>`, and
+    `reward_mean` becomes `reward`.
     """
     flat = {**record, **record.get("metrics", {})}
     flat |= {f"seconds/{phase}": value for phase, value in record.get("seconds", {}).items()}
-    flat["reward/mean"] = flat.pop("reward_mean", None)
+    flat["reward"] = flat.pop("reward_mean", None)
     del flat["step"]  # the axis, not a curve
     return {tag: float(value) for tag, value in flat.items() if isinstance(value, (bool, int, float))}
 

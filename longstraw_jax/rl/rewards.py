@@ -143,6 +143,21 @@ def score(
     return np.where(np.isnan(table).all(axis=0), np.float32(np.nan), weighted), by_function, events
 
 
+def group_metrics(by_function: Mapping[str, Float[np.ndarray, "N"]]) -> list[dict]:
+    """Mean and deviation (n - 1 in its denominator) of each function's scored rows, as 'reward_metric' events.
+
+    What no row is there for is left out.
+    """
+    found = []
+    for name, values in by_function.items():
+        scored = values[np.isfinite(values)].astype(np.float64)
+        figures = {"mean": scored.mean()} if scored.size else {}
+        figures |= {"std": scored.std(ddof=1)} if scored.size > 1 else {}
+        told = {"event": "reward_metric", "function": name}
+        found += [told | {"name": figure, "value": float(value)} for figure, value in figures.items()]
+    return found
+
+
 def digit_share(prompts, completions, completion_ids, **columns) -> list[float]:
     """Share of the characters that are digits 0-9; 0.0 for an empty text. A random model can climb it."""
     del prompts, completion_ids, columns

@@ -1,5 +1,8 @@
 """Members' texts on disk: a file a step, replaced when the step is done again."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from longstraw_jax.io import samples
@@ -15,6 +18,18 @@ def test_members_come_back_and_a_step_done_again_replaces_its_own(tmp_path):
     assert samples.read_samples(tmp_path, 12) == [MEMBER, MEMBER | {"member": 1, "reward": 0.5, "row_id": 7}]
     samples.write_samples(tmp_path, 12, [MEMBER])
     assert samples.read_samples(tmp_path, 12) == [MEMBER]
+
+
+def test_members_of_rollouts_keep_their_rows_and_unscorable_rewards_are_none():
+    first = SimpleNamespace(
+        responses=[[1, 2], [3]], rewards=np.float32([0.5, np.nan]), truncated=np.array([True, False])
+    )
+    second = SimpleNamespace(responses=[[4]], rewards=np.float32([1.0]), truncated=np.array([False]))
+    found = list(samples.members([first, second], ["a", 9], lambda ids: "".join(map(str, ids))))
+    assert [(m["row_id"], m["member"], m["text"], m["reward"]) for m in found] == [
+        ("a", 0, "12", 0.5), ("a", 1, "3", None), (9, 0, "4", 1.0),
+    ]  # fmt: skip
+    assert [(m["tokens"], m["truncated"]) for m in found] == [(2, True), (1, False), (1, False)]
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", '{"row_id": 1', '{"text": NaN}'])

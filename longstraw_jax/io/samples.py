@@ -4,9 +4,10 @@ A file a step, so that a resumed run replaces those of the steps that it does ag
 """
 
 import json
+import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from longstraw_jax.io.metrics import parse_strict_json
@@ -15,6 +16,27 @@ from longstraw_jax.io.whole_file import write_whole
 SAMPLES_FOLDER = "samples"
 FIELDS = {"row_id": (int, str), "member": int, "text": str, "reward": (float, int, type(None)), "tokens": int,
           "truncated": bool}  # fmt: skip
+
+
+def members(
+    rollouts: Sequence[Any], row_ids: Sequence[int | str], to_text: Callable[[list[int]], str]
+) -> Iterator[dict]:
+    """The members of a step's rollouts (`rollout.Rollout`), as `write_samples` takes them.
+
+    Args:
+      row_ids: of the rollouts' prompts, in their order.
+      to_text: ids -> text.
+    """
+    for group, row_id in zip(rollouts, row_ids, strict=True):
+        for number, (ids, reward, cut) in enumerate(zip(group.responses, group.rewards, group.truncated, strict=True)):
+            yield {
+                "row_id": row_id,
+                "member": number,
+                "text": to_text(ids),
+                "reward": float(reward) if math.isfinite(reward) else None,
+                "tokens": len(ids),
+                "truncated": bool(cut),
+            }
 
 
 def write_samples(workdir: str | os.PathLike, step: int, members: Iterable[Mapping[str, Any]]) -> None:

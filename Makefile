@@ -13,9 +13,9 @@ $(VENV)/.installed: setup.py
 	$(PY) -m pip install --quiet --editable '.[test]'
 	touch $@
 
-# A file's tests share compiled programs, so a file stays with one worker.
+# Tests that share compiled programs stay with one worker: tests/conftest.py says which.
 test: $(VENV)/.installed lint
-	$(PY) -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
+	$(PY) -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup --no-loadscope-reorder
 
 # Also checks the exported adapter against Hugging Face PEFT (installs torch).
 test-hf: $(VENV)/.installed

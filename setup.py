@@ -5,7 +5,7 @@ import setuptools
 EXTRAS = {
     "test": [
         "pytest>=8,<10",
-        "pytest-xdist>=3.6,<4",
+        "pytest-xdist>=3.8,<4",
         "beartype>=0.20,<1",
         "ruff>=0.9,<1",
         "nbmake>=1.5,<2",

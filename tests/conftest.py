@@ -1,6 +1,7 @@
-"""32 emulated CPU devices and one store of compiled programs, set before JAX starts; tokenizers of two kinds."""
+"""32 emulated CPU devices, one store of compiled programs, files that share them together; tokenizers of two kinds."""
 
 import atexit
+import gc
 import json
 import os
 import shutil
@@ -21,7 +22,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _programs = tempfile.mkdtemp(prefix="longstraw_programs_")
     atexit.register(shutil.rmtree, _programs, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+# Low enough for the many small programs, which together compile for seconds in every process.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -32,6 +34,33 @@ from longstraw_jax.io import tokenizer as tokenizer_lib  # noqa: E402
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 32)
+
+# Files that run the same programs, which one worker then traces, compiles and loads once; the others stand alone.
+# The dearest come first, so that no worker is left alone with one at the end.
+TOGETHER = (
+    ("test_train_grpo", "test_train_grpo_config", "test_train", "test_build_prompt"),
+    ("test_exact_gradient",),
+    ("test_replay", "test_capture", "test_sampling", "test_freshness", "test_prefix_pages"),
+    ("test_parity",),
+    ("test_notebooks",),
+    ("test_long_context",),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Groups for --dist=loadgroup, in the order of TOGETHER; the others as they were collected."""
+    places = {name: place for place, name in enumerate(name for names in TOGETHER for name in names)}
+    groups = {name: names[0] for names in TOGETHER for name in names}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups.get(item.path.stem, item.path.stem)))
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish():
+    """Tracing makes millions of short-lived objects: a tenth of the time went into looking for cycles among them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.fixture(scope="module")

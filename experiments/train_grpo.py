@@ -28,7 +28,7 @@ from longstraw_jax import fingerprint, interrupt, job_config, launch, lora, roll
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import kernels, memory, plots, prerequisites, receipt
 from longstraw_jax.evidence.step_record import rollout_tokens, step_record
-from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics
+from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics, samples
 from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.prefix import freshness
@@ -45,6 +45,10 @@ class Job(prerequisites.Parts):
     config: ConfigDict
     base: Params
     base_sha: str
+
+    def text(self, ids: list[int]) -> str:
+        """What a response says."""
+        return self.tokenizer.decode(ids, skip_special=True)
 
 
 def set_devices(config: ConfigDict, processes: int = 1) -> None:
@@ -92,7 +96,7 @@ def reward_call(job: Job, rows: list[dict[str, Any]]) -> rollout.RewardCall:
             job.reward_functions,
             list(settings.weights),
             [row["prompt"]] * count,
-            [job.tokenizer.decode(ids, skip_special=True) for ids in responses],
+            [job.text(ids) for ids in responses],
             responses,
             {name: [value] * count for name, value in row["columns"].items()},
             settings.timeout_s,
@@ -282,6 +286,9 @@ def _steps(job, workdir, optimizer, state, progress, save, signalled):
                     },
                 )
                 launch.on_first(lambda record=record: writer.write(record))
+                if step == done + 1:  # later updates have the same rollout
+                    said = samples.members(report.rollouts, record["row_ids"], job.text)
+                    launch.on_first(lambda step=step, said=said: samples.write_samples(workdir, step, said))
                 bar.set_postfix(reward=record["reward_mean"], loss=record["loss"])
                 bar.update()
                 if first:

@@ -9,7 +9,7 @@ python experiments/eval_positions.py ... --prompts=runs/positions/prompts.jsonl 
 The prompts are written once, with their hashes, and taken as they are from then on, so that checkpoints and adapters
 are compared on the same ones. --control_tokens adds the same tasks in prompts that lie in the native window whole.
 Capture and decode are those of training. Writes a receipt (see longstraw_jax/evidence/position_eval.py) and its table.
-Exit status 2 on bad input.
+An evaluation that was stopped goes on after its last prompt. Exit status 2 on bad input.
 """
 
 import argparse
@@ -180,15 +180,34 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
     adapters = load_adapters(job, values.adapter)
     spent = {"capture": 0.0, "sample": 0.0}
     started = time.perf_counter()
+    resolved = train_grpo.plain(config)
+    adapter_words = None if adapters is None else fingerprint.tree_fingerprint(adapters)
+    decode = {
+        "samples": values.samples,
+        "temperature": values.temperature,
+        "top_p": values.top_p,
+        "max_new_tokens": job.policy.max_new_tokens,
+        "seed": values.seed,
+        "mode": job.policy.mode,
+    }
+    partial = out.with_suffix(".partial.jsonl")
+    done = position_eval.resume(
+        partial, fingerprint.sha256_json([job.dataset.files, job.base_sha, adapter_words, decode, resolved])
+    )
+
+    def progress(result):
+        position_eval.keep(partial, result)
+        print(line(result), flush=True)
+
     results = position_eval.evaluate(
         job.dataset.rows,
         job.build,
         decoder_of(job, adapters, values, spent),
-        lambda ids: job.tokenizer.decode(ids, skip_special=True),
+        job.text,
         scorer_of(job),
-        progress=lambda result: print(line(result), flush=True),
+        done=done,
+        progress=progress,
     )
-    resolved = train_grpo.plain(config)
     rope = job.model.config.rope_parameters
     device = jax.devices()[0]
     made = position_eval.write_receipt(
@@ -201,25 +220,17 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
         devices={"platform": device.platform, "kind": device.device_kind, "count": job.model.devices},
         config={"sha256": fingerprint.sha256_json(resolved), "resolved": resolved},
         checkpoint={"path": config.model.checkpoint, "weights_fingerprint": job.base_sha},
-        adapter=None
-        if adapters is None
-        else {"path": values.adapter, "fingerprint": fingerprint.tree_fingerprint(adapters)},
+        adapter=None if adapters is None else {"path": values.adapter, "fingerprint": adapter_words},
         tokenizer_sha256=job.tokenizer.sha256,
         window={
             "native": rope.original_max_position_embeddings or job.model.config.max_position_embeddings,
             "positions": job.model.config.max_position_embeddings,
         },
         prompts={"path": str(prompts), "sha256": job.dataset.files[str(prompts)], "rows": len(results)},
-        decode={
-            "samples": values.samples,
-            "temperature": values.temperature,
-            "top_p": values.top_p,
-            "max_new_tokens": job.policy.max_new_tokens,
-            "seed": values.seed,
-            "mode": job.policy.mode,
-        },
+        decode=decode,
         seconds=spent | {"evaluation": time.perf_counter() - started},
     )
+    partial.unlink()
     write_whole(out.with_suffix(".txt"), position_eval.format_table(made).encode("utf-8"))
     return made
 

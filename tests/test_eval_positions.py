@@ -60,6 +60,7 @@ def test_the_receipt_tells_every_prompt_by_position(base, folder):
     assert base["prompts"]["sha256"] == fingerprint.sha256_file(folder / "prompts.jsonl")
     assert base["audit"]["responses"] == 3 and len(base["table"]) == 6
     assert "native control" in (folder / "base.txt").read_text()
+    assert not list(folder.glob("*.partial.jsonl"))
 
 
 def test_an_adapter_is_compared_on_the_same_prompts(base, adapted):

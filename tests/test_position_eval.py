@@ -120,6 +120,34 @@ def test_a_receipt_that_breaks_its_schema_is_not_written(results, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_stopped_evaluation_goes_on_after_its_last_result(results, tmp_path):
+    path = tmp_path / "partial.jsonl"
+    assert position_eval.resume(path, SHA) == []
+    for result in results[:2]:
+        position_eval.keep(path, result)
+    with open(path, "ab") as file:
+        file.write(b'{"id": 2, "ta')  # killed while it wrote
+    done = position_eval.resume(path, SHA)
+    assert done == json.loads(json.dumps(results[:2]))
+    position_eval.keep(path, results[2])
+    assert len(position_eval.resume(path, SHA)) == 3
+    decoded = []
+
+    def decode(ids, number):
+        decoded.append(number)
+        return [[EOS]], [True]
+
+    rest = position_eval.evaluate(
+        ROWS, lambda prompt: np.arange(9), decode, lambda ids: "", lambda *_: {"s": [0.0]}, done=done
+    )
+    assert decoded == [2, 3, 4] and [r["id"] for r in rest] == [0, 1, 2, 3, 4] and rest[:2] == done
+    with pytest.raises(ValueError, match="is of another evaluation; accepted: another out"):
+        position_eval.resume(path, "1" * 64)
+    path.write_bytes(path.read_bytes() + b"{\n")
+    with pytest.raises(ValueError, match="partial.jsonl: .*; accepted: what an evaluation left"):
+        position_eval.resume(path, SHA)
+
+
 def test_what_cannot_be_scored_is_left_out_and_counted():
     sample = {"text": "", "tokens": 0, "audit": {}, "scores": {"s": None}}
     here = {"task": "a", "position": "early", "tokens": 9}

@@ -39,6 +39,7 @@ def evaluate(
     to_text: Callable[[list[int]], str],
     score: Score,
     *,
+    done: Sequence[dict[str, Any]] = (),
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Decodes, scores and audits every row, one after the other.
@@ -48,13 +49,14 @@ def evaluate(
       build: a row's prompt -> token ids.
       decode: (ids, number of the row) -> responses and which of them stopped.
       to_text: ids -> text without special tokens.
-      progress: called with each result.
+      done: results of the first rows, from `resume`; these are not decoded again.
+      progress: called with each new result.
 
     Returns:
       A result a row, as positions.schema.json defines it.
     """
-    results = []
-    for number, row in enumerate(rows):
+    results = list(done)
+    for number, row in enumerate(rows[len(results) :], start=len(results)):
         ids = build(row["prompt"])
         responses, stopped = decode(ids, number)
         texts = [to_text(response) for response in responses]
@@ -81,6 +83,39 @@ def evaluate(
         if progress is not None:
             progress(result)
     return results
+
+
+def resume(path: str | os.PathLike, bound: str) -> list[dict[str, Any]]:
+    """Results that a stopped evaluation left in a file, which is begun where there is none.
+
+    Args:
+      bound: hash of what decides the results; the first line of the file.
+
+    Raises:
+      ValueError: the file is of another evaluation, or not of this format.
+    """
+    path, first = Path(path), json.dumps({"bound": bound}).encode() + b"\n"
+    if not path.is_file():
+        write_whole(path, first)
+        return []
+    whole = path.read_bytes().splitlines(keepends=True)
+    whole = [entry for entry in whole if entry.endswith(b"\n")]  # a kill can cut the last
+    if whole[:1] != [first]:
+        raise ValueError(f"{path} is of another evaluation; accepted: another out, or that file removed")
+    try:
+        results = [parse_strict_json(entry) for entry in whole[1:]]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}; accepted: what an evaluation left, or that file removed") from error
+    write_whole(path, b"".join(whole))
+    return results
+
+
+def keep(path: str | os.PathLike, result: Mapping[str, Any]) -> None:
+    """Adds a result to the file of `resume`; it is on disk when this returns."""
+    with open(path, "ab") as file:
+        file.write(json.dumps(result, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

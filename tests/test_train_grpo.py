@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -102,10 +103,16 @@ def test_a_finished_run_run_again_changes_nothing(long_run):
     assert verify.main([str(folder / "straight")]) == 0
 
 
-def test_i1_a_run_interrupted_then_killed_and_resumed_equals_one_that_was_not(long_run, tmp_path):
-    """Ctrl-C before the first checkpoint is due leaves one, and a receipt that says so; a kill leaves neither."""
+def test_i1_a_run_interrupted_then_killed_and_resumed_equals_one_that_was_not(
+    long_run, tmp_path, monkeypatch, capsys
+):
+    """Ctrl-C before the first checkpoint is due leaves one, and a receipt that says so; a kill leaves neither.
+
+    Both end processes of their own; the run is finished here, by the command's `main`.
+    """
     folder, changes = long_run
-    config = tiny_jobs.write_config(tmp_path / "config.py", tiny_jobs.config(**changes))
+    made = tiny_jobs.config(**changes)
+    config = tiny_jobs.write_config(tmp_path / "config.py", made)
     command = [sys.executable, str(MAIN), f"--config={config}", f"--workdir={tmp_path / 'run'}"]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "JAX_NUM_CPU_DEVICES": "32"}
     log = tmp_path / "run" / "steps.jsonl"
@@ -130,9 +137,11 @@ def test_i1_a_run_interrupted_then_killed_and_resumed_equals_one_that_was_not(lo
         receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
         assert receipt["status"] == "interrupted" and receipt["figures"]["steps"]["value"] == lines()
         assert checkpoints(tmp_path / "run") == [lines()] and verify.main([str(tmp_path / "run")]) == 0
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"receipt: {tmp_path / 'run' / 'receipt.json'}"
+    alone = {"coordinator": None, "num_processes": None, "process_id": None}
+    given = types.SimpleNamespace(config=made, workdir=str(tmp_path / "run"), **alone)
+    monkeypatch.setattr(train_grpo, "flags", types.SimpleNamespace(FLAGS=given))
+    train_grpo.main([str(MAIN)])
+    assert capsys.readouterr().out.splitlines()[-1] == f"receipt: {tmp_path / 'run' / 'receipt.json'}"
     same_run(tmp_path / "run", folder / "straight")
 
 

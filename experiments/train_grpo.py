@@ -223,8 +223,8 @@ def _train(job: Job, workdir: pathlib.Path, signalled: Callable[[], str | None])
         save(state, progress)
     if first and not progress.signals:
         logging.warning(
-            "none of %d steps had a signal: in every group the rewards are equal or unscorable, so that they have "
-            "taught the policy nothing", done,
+            "none of %d steps had a signal: in each of the %d groups sampled the rewards are equal or unscorable, so "
+            "that they have taught the policy nothing", done, progress.rows,
         )  # fmt: skip
     adapters = jax.tree.map(launch.to_host, state.adapters)
     status = "finished" if ended is None else "stopped" if isinstance(ended, NoSignalError) else "interrupted"
@@ -323,10 +323,12 @@ class _Rows:
 def step_line(record: dict[str, Any]) -> str:
     """A step for the eye."""
     reward = "none" if record["reward_mean"] is None else f"{record['reward_mean']:.4f}"
+    resampled, left = len(record["resampled_row_ids"]), record["metrics"].get("dynamic_sampling/without_signal")
+    told = f"  {resampled} resampled" + (f", {left:.0f} still without signal" if left else "") if resampled else ""
     return (
         f"step {record['step']:>4}  reward {reward}  loss {record['loss']:+.4f}  grad {record['grad_norm']:.3f}  "
         f"{record['seconds']['step']:.1f} s"
-        + (f"  {len(record['resampled_row_ids'])} resampled" if record["resampled_row_ids"] else "")
+        + told
         + ("  no signal" if record["metrics"]["frac_reward_zero_std"] == 1 else "")
         + (f"  skipped: {record['skip_reason']}" if record["skipped"] else "")
     )

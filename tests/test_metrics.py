@@ -168,3 +168,8 @@ def test_strict_json_takes_plain_json():
 def test_scalars_skip_lists_text_and_nulls():
     record = _record(1, loss=None, rewards=[1.0], mode="frozen", skipped=True)
     assert step_scalars(record) == {"reward": 0.5, "kl": 0.1, "seconds/replay": 2.0, "skipped": 1.0}
+
+
+def test_tags_hold_no_colon():
+    scalars = step_scalars(_record(1, metrics={"rewards/module:function/mean": 0.5}))
+    assert scalars["rewards/module_function/mean"] == 0.5 and not any(":" in tag for tag in scalars)

@@ -132,13 +132,13 @@ def step_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The finite scalars of a plain step record by TensorBoard tag.
 
     Entries of `metrics` keep their names, which are TRL's where it has one, phases become `seconds/<phase>`, and
-    `reward_mean` becomes `reward`.
+    `reward_mean` becomes `reward`. A colon, which a tag may not hold, becomes an underscore.
     """
     flat = {**record, **record.get("metrics", {})}
     flat |= {f"seconds/{phase}": value for phase, value in record.get("seconds", {}).items()}
     flat["reward"] = flat.pop("reward_mean", None)
     del flat["step"]  # the axis, not a curve
-    return {tag: float(value) for tag, value in flat.items() if isinstance(value, (bool, int, float))}
+    return {tag.replace(":", "_"): float(value) for tag, value in flat.items() if isinstance(value, (bool, int, float))}
 
 
 def _lines(data: bytes) -> list[bytes]:

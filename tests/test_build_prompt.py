@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import train_grpo
 
 from longstraw_jax import fingerprint
 from longstraw_jax.evidence import verify
+
+import build_prompt  # isort: skip
 
 # Runs the command and prints the peak memory of its process; getrusage would start at the parent's size.
 MEASURED = """
@@ -75,17 +78,29 @@ def test_a_prompt_file_is_of_one_row_and_leaves_no_room_for_a_document(short):
         train_grpo.load_job(tiny_jobs.config(**changes | {"data.prompt_tokens": 200}), pathlib.Path("runs"))
 
 
+def test_a_flag_of_another_type_is_one_line_and_exit_code_2(tmp_path):
+    done = build(tmp_path / "out", "--tokens=many")
+    assert done.returncode == 2 and "many" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
-    "arguments, said",
+    "given, said",
     [
-        ((), "accepted: --tokens=N --checkpoint=DIR --question=TEXT"),
-        (("--tokens=2",), "tokens=2; accepted: at least the "),
-        (("--tokens=many",), "many"),
-        (("--tokens=99", "--text=gone"), "text='gone'; accepted: a folder with"),
-        (("--tokens=99", "--checkpoint=gone"), "gone: no tokenizer"),
+        ({"tokens": None}, "accepted: --tokens=N --checkpoint=DIR --question=TEXT"),
+        ({"tokens": 2}, "tokens=2; accepted: at least the "),
+        ({"text": "gone"}, "text='gone'; accepted: a folder with"),
+        ({"checkpoint": "gone"}, "gone: no tokenizer"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, said, tmp_path):
-    done = build(tmp_path / "out", *arguments)
-    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+def test_bad_input_is_one_line_and_exit_code_2(given, said, tmp_path, monkeypatch, capsys):
+    values = {
+        "tokens": 99, "checkpoint": str(tiny_jobs.checkpoint()), "question": "Digits?", "answer": None, "depth": 1.0,
+        "text": "python", "seed": 0, "out": str(tmp_path / "out"),
+    }  # fmt: skip
+    monkeypatch.setattr(build_prompt, "flags", types.SimpleNamespace(FLAGS=types.SimpleNamespace(**values | given)))
+    with pytest.raises(SystemExit) as stop:
+        build_prompt.main(["build_prompt"])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and said in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -110,7 +110,8 @@ def join(cluster: Cluster | None) -> None:
         )
     except RuntimeError as error:
         raise LaunchError(f"{describe(cluster)} found no others: {error}") from error
-    # Where the process is in a collective or in compiled code when another dies, JAX ends it with words of its own.
+    # Now, as it may be too late then: where the process is in a collective or in compiled code when another dies, JAX
+    # ends it with words of its own, or gloo aborts it.
     say(f"{describe(cluster)} has joined; if one process ends, all end: {RESUME}")
 
 

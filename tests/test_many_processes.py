@@ -65,11 +65,10 @@ def kill_one(processes, folder, number):
 
 
 def check_ended(codes, said, seconds):
+    """All failed within a minute, and each has said how to resume: at its start, as JAX or gloo may end it anywhere."""
     assert all(code != 0 for code in codes) and seconds < 60, (codes, seconds)
     for text in said:
-        assert "if one process ends, all end: " + launch.RESUME in text
-        # Its own words, or those of JAX where it was in compiled code.
-        assert "lost the others" in text or "another task died" in text, text[-2000:]
+        assert launch.RESUME in text, text[-2000:]
 
 
 def blank_others(tensors, config, process, value=np.nan):

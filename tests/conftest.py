@@ -60,7 +60,7 @@ def pytest_collection_finish():
     """Tracing makes millions of short-lived objects: a tenth of the time went into looking for cycles among them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="module")

@@ -102,14 +102,19 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
     rng = np.random.default_rng(config.seed + PROMPT_SEED)
     prompt, *responses = (rng.integers(0, architecture.vocab_size, n, np.int32) for n in (tokens, *lengths))
     tolerance = parity.TOLERANCES[architecture.dtype]
-    measured, problems, seconds = {}, [], {}
+    measured, flipped, problems, seconds, policies = {}, {}, [], {}, {}
     for mode in modes:
         started = time.perf_counter()
+        acts = "frozen" if mode == "frozen" else "everywhere"
         with jax.default_matmul_precision("highest"):  # fp32 means fp32 products, on accelerators too
-            measured[mode] = parity.measure_mode(
-                mode, wide, single, policy, optimizer, prompt, responses, config.seed + GROUP_SEED
-            )
+            if acts not in policies:
+                args = (mode, wide, single, policy, prompt, responses, config.seed + GROUP_SEED)
+                policies[acts] = parity.replay_policy(*args)
+            args = (policies[acts], wide, single, policy, optimizer, config.seed + GROUP_SEED)
+            measured[mode] = parity.measure_mode(mode, *args)
+        flipped[mode] = policies[acts].flipped
         seconds[mode] = round(time.perf_counter() - started, 2)
+        problems += [f"{mode} {line}" for line in parity.choice_problems(flipped[mode], tolerance)]
         for case, figures in measured[mode].items():
             problems += [f"{mode} {case}: {line}" for line in parity.case_problems(case, figures, tolerance)]
     device = jax.devices()[0]
@@ -135,6 +140,7 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
         },
         "tolerance": vars(tolerance),
         "modes": measured,
+        "flipped": flipped,
         "seconds": seconds,
     }
 
@@ -144,11 +150,11 @@ COLUMNS = ("mode", "case", "compared", "cosine", "rel. L2", "largest", "abs.", "
 
 
 def table(measured: dict[str, Any]) -> list[str]:
-    """A line a comparison: gradient, adapters' step and control of each mode and case."""
+    """A line a comparison: gradient, adapters' step, free gradient and control of each mode and case."""
     lines = [LINE.format(*COLUMNS)]
     for mode, cases in measured.items():
         for case, figures in cases.items():
-            for what in ("gradient", "step", "control"):
+            for what in ("gradient", "step", "free", "control"):
                 if what in figures:
                     lines.append(_table_line(mode, case, what, figures[what], figures["clipped_fraction"]))
     return lines
@@ -168,6 +174,19 @@ def _table_line(mode, case, what, f, clipped):
     return LINE.format(mode, case, what, *numbers, sides, f"{clipped:.1%}" if what == "gradient" else "")
 
 
+def flip_table(flipped: dict[str, Any]) -> list[str]:
+    """A line a kind of choice of each mode: how many the baseline, on its own, made otherwise."""
+    lines = []
+    for mode, kinds in flipped.items():
+        for kind, layers in kinds.items():
+            number, of = (sum(x[field] for x in layers.values()) for field in ("flipped", "choices"))
+            each = ", ".join(f"{i}: {x['flipped']}" for i, x in layers.items() if x["flipped"])
+            widest = max((x["widest_gap"] for x in layers.values() if x["widest_gap"] is not None), default=None)
+            gap = "" if widest is None else f"; scores of a token's first at most {widest:.1e} of the largest apart"
+            lines.append(f"{mode:9} {kind}: {number} of {of} flipped; by layer {each or 'none'}{gap}")
+    return lines
+
+
 def command(values: flags.FlagValues, arguments: list[str]) -> int:
     """Runs the command of parsed flags; its exit status."""
     try:
@@ -182,7 +201,8 @@ def command(values: flags.FlagValues, arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join([*table(result["modes"]), *result["problems"], "pass" if result["passed"] else "FAIL"]))
+    lines = [*table(result["modes"]), *flip_table(result["flipped"]), *result["problems"]]
+    print("\n".join([*lines, "pass" if result["passed"] else "FAIL"]))
     return 0 if result["passed"] else 1
 
 

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax import lora, parallel, sharding
-from longstraw_jax.model import decoder
+from longstraw_jax.model import choices, decoder
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.prefix import capture, pages
 from longstraw_jax.types import Model, Params, PrefixState
 
@@ -52,7 +53,7 @@ def reverse_chunk(
     ids: Int[Array, "C"],
     start: Int[Array, ""],
     count: Int[Array, ""],
-    selections: capture.Selections | None,
+    held: Choices,
     page_grads: PageGrads,
     grads: Params,
 ) -> tuple[PageGrads, Params]:
@@ -62,7 +63,7 @@ def reverse_chunk(
       adapters: from lora.per_device.
       ids, count: as the capture of this chunk had them.
       start: its first token's position.
-      selections: what the capture of this chunk selected, None to select again (same shapes, same strategy).
+      held: choices that the capture of this chunk made; what is not held is chosen again (same shapes, same strategy).
       page_grads: complete for this chunk's rows: replays and all later chunks are in them.
       grads: of the adapters so far, per device.
 
@@ -73,9 +74,9 @@ def reverse_chunk(
     before = dataclasses.replace(prefix, length=start)
 
     def new_latents(adapters, sinks):
-        def body(axis, base, adapters, before, ids, count, selections, sinks):
+        def body(axis, base, adapters, before, ids, count, held, sinks):
             _, latents, _, _, sinks = capture.run_chunk(
-                model, axis, base, lora.local(adapters), before, ids, count, sinks=sinks, selections=selections
+                model, axis, base, lora.local(adapters), before, ids, count, sinks=sinks, held=held
             )
             return latents, sinks
 
@@ -85,11 +86,11 @@ def reverse_chunk(
             specs,
             P(sharding.AXIS),
             P(),
-            None if selections is None else capture.selection_spec(),
+            choices.specs(),
             specs.latents,
         )
         mapped = parallel.mapped(body, model.mesh, in_specs, (specs.latents, specs.latents))
-        return mapped(base, adapters, before, ids, count, selections, sinks)
+        return mapped(base, adapters, before, ids, count, held, sinks)
 
     def own_rows(axis, start, count, page_grads):
         capacity = page_grads[0].shape[2] * page_grads[0].shape[3]
@@ -120,7 +121,7 @@ def exact_prefix_vjp(
     grads: Params,
     *,
     chunk: int,
-    selections: Sequence[capture.Selections] | None = None,
+    held: Sequence[Choices] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Params:
     """Adds the prompt's own term to the adapters' gradients: the reverse pass over all chunks, last to first.
@@ -131,15 +132,15 @@ def exact_prefix_vjp(
       page_grads: gradients of the prompt's latents summed over every replay of the group. Used up.
       grads: the adapters' gradients summed over every replay, per device. Used up.
       chunk: tokens a step. With the capture's, selecting again gives what the capture selected.
-      selections: of each of the capture's chunks in order (capture's `keep_selection`), None to select again. Kept,
-        they cost 4 x index_topk bytes a token and full layer; selecting again costs the capture's index scores.
+      held: choices of each of the capture's chunks in order (its `keep`), None to choose again. Kept selections cost
+        4 x index_topk bytes a token and full layer; selecting again costs the capture's index scores.
       progress: called with the number of tokens done after each chunk.
 
     Returns:
       The adapters' gradients, per device (lora.finalise): `grads` as they are where all gradient pages are 0.
 
     Raises:
-      ValueError: `tokens` are not as many as the prefix holds, `selections` not as many as there are chunks, or a
+      ValueError: `tokens` are not as many as the prefix holds, `held` not as many as there are chunks, or a
         chunk that capture refuses too.
     """
     capture.check_chunk(model, chunk)
@@ -148,15 +149,15 @@ def exact_prefix_vjp(
     if tokens.size != int(prefix.length):
         raise ValueError(f"{tokens.size} tokens; accepted: the {int(prefix.length)} that the prefix state holds")
     chunks = list(capture.chunk_ids(model, tokens, chunk))
-    if selections is None:
-        selections = [None] * len(chunks)
-    elif len(selections) != len(chunks):
-        raise ValueError(f"selections of {len(selections)} chunks; accepted: {len(chunks)}, of chunk={chunk} tokens")
-    spec = sharding.named(model.mesh, capture.selection_spec())
-    for (start, count, ids), chosen in zip(reversed(chunks), reversed(selections), strict=True):
+    if held is None:
+        held = [choices.NONE] * len(chunks)
+    elif len(held) != len(chunks):
+        raise ValueError(f"choices of {len(held)} chunks; accepted: {len(chunks)}, of chunk={chunk} tokens")
+    where = sharding.named(model.mesh, choices.specs())
+    for (start, count, ids), chosen in zip(reversed(chunks), reversed(held), strict=True):
         page_grads, grads = reverse_chunk(
             model, base, adapters, prefix, ids, np.int32(start), np.int32(count),
-            None if chosen is None else jax.device_put(chosen, spec), page_grads, grads,
+            jax.device_put(chosen, where), page_grads, grads,
         )  # fmt: skip
         if progress is not None:
             progress(tokens.size - start)

@@ -8,8 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax import parallel
-from longstraw_jax.model import rope
+from longstraw_jax.model import choices, rope
 from longstraw_jax.model.block import Pass
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.types import Model, Params
 
 
@@ -23,6 +24,7 @@ def forward(
     gate: Bool[Array, "B T"] | None = None,
     detach: Bool[Array, "B T"] | None = None,
     collect: bool = False,
+    held: Choices = choices.NONE,
 ) -> tuple[Float[Array, "B T D"], list[dict[str, Array]]]:
     """Final hidden states of whole sequences, on one device.
 
@@ -31,11 +33,30 @@ def forward(
       gate: tokens whose queries see the adapters (all by default).
       detach: tokens whose latents carry no gradient.
       collect: also return every layer's intermediates.
+      held: choices to take, those of a kind that is None are made here.
 
     Returns:
       After the final norm; and, when collect, one dict a layer: hidden (after the layer), attn_out, selection (-1 for
       none), index_scores of full layers, router_logits, router_ids and router_weights of sparse ones [B * T, ..].
     """
+    options = dict(positions=positions, gate=gate, detach=detach, collect=collect, held=held)
+    return forward_and_choices(model, base, adapters, ids, record=(), **options)[:2]
+
+
+def forward_and_choices(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    ids: Int[Array, "B T"],
+    *,
+    record: tuple[str, ...],
+    positions: Int[Array, "B T"] | None = None,
+    gate: Bool[Array, "B T"] | None = None,
+    detach: Bool[Array, "B T"] | None = None,
+    collect: bool = False,
+    held: Choices = choices.NONE,
+) -> tuple[Float[Array, "B T D"], list[dict[str, Array]], Choices]:
+    """`forward` that also returns the tokens' choices of the kinds in `record`."""
     index = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     config = model.config
     cos, sin = rope.cos_sin(index if positions is None else positions, config.rope_parameters, config.qk_rope_head_dim)
@@ -50,10 +71,12 @@ def forward(
         gate=gate,
         detach=detach,
         collect=collect,
+        record=record,
     )
     decoder = nnx.merge(model.graphdef, base)
-    hidden, _, extras = decoder(ids, run, adapters=adapters, lora=model.lora, remat=model.remat and not collect)
-    return hidden, _by_layer(model, extras) if collect else []
+    options = dict(adapters=adapters, lora=model.lora, remat=model.remat and not collect, held=held)
+    hidden, _, extras = decoder(ids, run, **options)
+    return hidden, _by_layer(model, extras) if collect else [], choices.of_layers(extras, record)
 
 
 def _by_layer(model: Model, extras: list[Any]) -> list[dict[str, Array]]:

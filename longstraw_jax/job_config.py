@@ -28,7 +28,7 @@ _TYPES: dict[str, Any] = {
         **dict.fromkeys(("group", "max_new_tokens", "updates", "max_resamples", "stop_without_signal"), int),
         **dict.fromkeys(("temperature", "top_p", "clip_low", "clip_high", "beta", "entropy_coef"), float),
         **dict.fromkeys(("tis_cap", "mis_cap"), float),
-        **dict.fromkeys(("mask_truncated", "zero_variance_kl"), bool),
+        **dict.fromkeys(("mask_truncated", "zero_variance_kl", "router_replay", "selection_replay"), bool),
     },
     "capture": {"chunk": int, "keep_selection": bool},
     "reward": {
@@ -155,6 +155,7 @@ def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
 def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> rollout.PolicyConfig:
     """What a transaction does, for prompts of at most `capacity` tokens. Raises ValueError."""
     shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates", "max_resamples")
+    shared += ("router_replay", "selection_replay")
     try:
         return rollout.PolicyConfig(
             eos_ids=eos_ids,

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax import lora, parallel, sharding
-from longstraw_jax.model import decoder, rope
+from longstraw_jax.model import choices, decoder, rope
 from longstraw_jax.model.block import Pass
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.prefix import pages
 from longstraw_jax.types import Model, Params, PrefixState
 
@@ -51,6 +52,7 @@ def member_logprobs(
     temperature: float | Float[Array, ""] = 1.0,
     *,
     per_device: bool = False,
+    held: Choices = choices.NONE,
 ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
     """Log-probability of each response token and the entropy it was drawn at, given the resident prompt.
 
@@ -62,12 +64,14 @@ def member_logprobs(
       adapters: None for the reference policy (adapters off).
       inputs, targets, length: one row of `member_inputs`; T is a multiple of the mesh size.
       per_device: `adapters` come from lora.per_device, so that their gradients stay per device.
+      held: choices [layers, 1, T, ..] to take, those of a kind that is None are made here. Held selections may name
+        the prompt's tokens and the inputs' own positions.
 
     Returns:
       fp32 [T]; entries at and past `length` are meaningless and must be masked.
     """
     member = (inputs, targets, length, temperature)
-    return _replay(model, base, adapters, prefix, None, *member, per_device)[:2]
+    return _replay(model, base, adapters, prefix, None, *member, per_device, held, ())[:2]
 
 
 def member_logprobs_collecting(
@@ -80,6 +84,8 @@ def member_logprobs_collecting(
     targets: Int[Array, "T"],
     length: Int[Array, ""],
     temperature: float | Float[Array, ""] = 1.0,
+    *,
+    held: Choices = choices.NONE,
 ) -> tuple[Float[Array, "T"], Float[Array, "T"], tuple[Float[Array, "R J pages 64 W"], ...]]:
     """`member_logprobs` whose backward pass also adds the gradient of the prompt's latents to gradient pages.
 
@@ -92,14 +98,14 @@ def member_logprobs_collecting(
       cotangent: what comes back for `page_grads` are they plus this member's.
     """
     member = (inputs, targets, length, temperature)
-    return _replay(model, base, adapters, prefix, page_grads, *member, True)
+    return _replay(model, base, adapters, prefix, page_grads, *member, True, held, ())[:3]
 
 
-def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, temperature, per_device):
+def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, temperature, per_device, held, record):
     config = model.config
     sharding.check_divides("replay length", inputs.shape[0], model.devices)
 
-    def body(axis, base, adapters, prefix, sinks, inputs, targets, length, temperature):
+    def body(axis, base, adapters, prefix, sinks, inputs, targets, length, temperature, held):
         adapters = lora.local(adapters) if per_device else adapters
         index = parallel.axis_index(axis) * inputs.shape[0] + jnp.arange(inputs.shape[0], dtype=jnp.int32)
         cos, sin = rope.cos_sin((prefix.length + index)[None], config.rope_parameters, config.qk_rope_head_dim)
@@ -114,9 +120,10 @@ def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, tempe
             expert_load=model.expert_load,
             prefix_store=model.prefix_store,
             kernels=model.kernels,
+            record=record,
         )
         trunk = nnx.merge(model.graphdef, base)
-        hidden, _, _, sinks = trunk.collecting(
+        hidden, _, extras, sinks = trunk.collecting(
             inputs[None],
             run,
             sinks=sinks,
@@ -124,10 +131,11 @@ def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, tempe
             adapters=adapters,
             lora=model.lora,
             remat=model.remat,
+            held=held,
         )
         head, pair = trunk.lm_head.weight[...], trunk.head_pair(adapters, model.lora)
         args = (hidden[0], targets, head, pair, temperature, axis)
-        return *parallel.token_logprobs(*args, implementation=model.kernels), sinks
+        return *parallel.token_logprobs(*args, implementation=model.kernels), sinks, choices.of_layers(extras, record)
 
     token = P(sharding.AXIS)
     specs = (
@@ -139,9 +147,10 @@ def _replay(model, base, adapters, prefix, sinks, inputs, targets, length, tempe
         token,
         P(),
         P(),
+        choices.specs(),
     )
-    args = (base, adapters, prefix, sinks, inputs, targets, length, jnp.float32(temperature))
-    return parallel.mapped(body, model.mesh, specs, (token, token, specs[3]))(*args)
+    args = (base, adapters, prefix, sinks, inputs, targets, length, jnp.float32(temperature), held)
+    return parallel.mapped(body, model.mesh, specs, (token, token, specs[3], choices.specs()))(*args)
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -154,12 +163,39 @@ def score(
     targets: Int[Array, "G T"],
     lengths: Int[Array, "G"],
     temperature: float | Float[Array, ""] = 1.0,
+    held: Choices = choices.NONE,
 ) -> tuple[Float[Array, "G T"], Float[Array, "G T"]]:
-    """Log-probabilities and entropies of a group, without autograd, one member at a time."""
+    """Log-probabilities and entropies of a group, without autograd, one member at a time.
 
+    Args:
+      held: choices [G, layers, 1, T, ..] to take, as in `member_logprobs`.
+    """
+    return _score(model, base, adapters, prefix, (inputs, targets, lengths), temperature, held, ())[:2]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "record"))
+def score_and_choices(
+    model: Model,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    inputs: Int[Array, "G T"],
+    targets: Int[Array, "G T"],
+    lengths: Int[Array, "G"],
+    temperature: float | Float[Array, ""] = 1.0,
+    *,
+    record: tuple[str, ...],
+) -> tuple[Float[Array, "G T"], Float[Array, "G T"], Choices]:
+    """`score` that also returns the inputs' choices [G, layers, 1, T, ..] of the kinds in `record`, -1 for padding."""
+    return _score(model, base, adapters, prefix, (inputs, targets, lengths), temperature, choices.NONE, record)
+
+
+def _score(model, base, adapters, prefix, members, temperature, held, record):
     def one(member):
-        return member_logprobs(model, base, adapters, prefix, *member, temperature)
+        *row, held = member
+        logp, entropy, _, chosen = _replay(model, base, adapters, prefix, None, *row, temperature, False, held, record)
+        return logp, entropy, chosen
 
     whole = sharding.named(model.mesh, P())  # every host reads all of it
-    scored = jax.lax.map(one, (inputs, targets, lengths))
+    scored = jax.lax.map(one, (*members, held))
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), scored)

@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from longstraw_jax import replay, sampling
+from longstraw_jax.model import choices
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.phases import Clock
 from longstraw_jax.prefix import refresh
 from longstraw_jax.rl import advantages as advantages_lib
@@ -36,6 +38,8 @@ class PolicyConfig:
       capacity: prompt tokens the pages have room for; prompts of any length up to it share compiled programs.
       keep_selection: `exact` only: what the capture selects is kept on the host (4 x index_topk bytes a token and
         full layer) and not selected again in the reverse pass.
+      router_replay, selection_replay: the experts that the responses' tokens were routed to (R3, arXiv:2510.11370), and
+        the keys that they selected, are recorded while sampling and held in replay and in the old policy's scores.
       updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
       max_resamples: prompts that a rollout may take in the place of those whose rewards are all equal: DAPO's dynamic
         sampling (arXiv 2503.14476, section 3.2) with a bound, as verl's filter_groups and max_num_gen_batches.
@@ -51,6 +55,8 @@ class PolicyConfig:
     top_p: float = 1.0
     chunk: int = 2048
     keep_selection: bool = False
+    router_replay: bool = False
+    selection_replay: bool = False
     updates: int = 1
     max_resamples: int = 0
     objective: objectives.GRPOConfig = objectives.GRPOConfig()
@@ -74,6 +80,13 @@ class PolicyConfig:
             raise ValueError(f"top_p={self.top_p}; accepted: above 0, at most 1")
 
 
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """Kinds of choices that are recorded while sampling, see model/choices.py."""
+        asked = {"selections": self.selection_replay, "routes": self.router_replay}
+        return tuple(kind for kind in choices.KINDS if asked[kind])
+
+
 def check_mode(mode: str) -> None:
     """Raises ValueError for anything but a supported prefix-gradient mode."""
     if mode not in MODES:
@@ -86,7 +99,7 @@ class Group:
     """One prompt's responses, ready for replay: small host arrays, [G, T] (T padded to the mesh) and [G].
 
     old_logp is None where only one step follows the rollout: the replay's own values are the old ones then. ref_logp
-    is None without a KL term.
+    is None without a KL term. choices, [G, layers, 1, T, ..], are those that replay is held to.
     """
 
     inputs: Int[Array, "G T"]
@@ -97,6 +110,7 @@ class Group:
     old_logp: Float[Array, "G T"] | None
     sampler_logp: Float[Array, "G T"]
     ref_logp: Float[Array, "G T"] | None
+    choices: Choices = choices.NONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +156,7 @@ def resident(
         capacity=config.capacity,
         step=step,
         progress=progress,
-        keep_selection=config.keep_selection,
+        record=("selections",) if config.keep_selection else (),
     )
 
 
@@ -162,6 +176,7 @@ def sample(
         temperature=config.temperature,
         top_p=config.top_p,
         eos_ids=config.eos_ids,
+        record=config.recorded,
     )
     return jax.tree.map(np.asarray, samples)
 
@@ -180,6 +195,9 @@ def unscored_group(
       boundary: the prompt's last token.
       samples: on the host.
       rewards: fp32, NaN where unscorable.
+
+    Raises:
+      ValueError: choices were recorded for more or fewer tokens than a member's inputs.
     """
     objective, padded = config.objective, replay.pad_length(config.max_new_tokens, model.devices)
     inputs, targets, lengths = replay.member_inputs(boundary, responses_of(samples), padded)
@@ -193,7 +211,8 @@ def unscored_group(
     )
     sampler_logp = np.zeros(inputs.shape, np.float32)
     sampler_logp[:, : config.max_new_tokens] = samples.logprobs
-    group = Group(inputs, targets, lengths, mask, advantages, None, sampler_logp, None)
+    held = choices.of_members(samples.choices, lengths, padded)
+    group = Group(inputs, targets, lengths, mask, advantages, None, sampler_logp, None, held)
     return jax.tree.map(np.asarray, group), bool(signal.any())
 
 
@@ -236,9 +255,9 @@ def scored(
     batch = (group.inputs, group.targets, group.lengths, config.temperature)
     old_logp = ref_logp = None
     if config.updates > 1:
-        old_logp, _ = replay.score(model, base, adapters, held.prefix, *batch)
+        old_logp, _ = replay.score(model, base, adapters, held.prefix, *batch, group.choices)
     if config.objective.beta > 0:
-        # The reference is the base policy all through: its prompt is captured without adapters too.
+        # The reference is the base policy all through: it captures the prompt without adapters and chooses itself.
         prefix = held.prefix
         if config.mode != "frozen":
             plain = dataclasses.replace(config, mode="frozen", keep_selection=False)

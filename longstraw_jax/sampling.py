@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from longstraw_jax import lora, parallel, sharding
-from longstraw_jax.model import decoder, rope
+from longstraw_jax.model import choices, decoder, rope
 from longstraw_jax.model.block import Pass
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.prefix import pages
 from longstraw_jax.types import Model, Params, PrefixState
 
@@ -24,12 +25,15 @@ class Samples(NamedTuple):
       logprobs: [G, T] fp32, of each token under the whole distribution at the sampling temperature (before top-p).
       lengths: [G] int32, the eos included.
       truncated: [G] bool, no eos within the budget.
+      choices: [layers, G, T, ..] of each response's inputs (the boundary token, then the response's own without its
+        last), -1 past their end; of the kinds that were asked for.
     """
 
     tokens: Int[Array, "G T"]
     logprobs: Float[Array, "G T"]
     lengths: Int[Array, "G"]
     truncated: Bool[Array, "G"]
+    choices: Choices = choices.NONE
 
 
 def empty_tails(model: Model, rows: int, tokens: int) -> tuple[list[tuple[Array, Array | None]], ...]:
@@ -54,12 +58,14 @@ def decode_step(
     step: Int[Array, ""],
     live: Bool[Array, "B"],
     axis: str | None,
-) -> tuple[Float[Array, "B V"], tuple[Any, ...]]:
-    """Logits after one token of each member on this device, and the extended tails.
+    record: tuple[str, ...] = (),
+) -> tuple[Float[Array, "B V"], tuple[Any, ...], Choices]:
+    """Logits after one token of each member on this device, the extended tails, and the tokens' choices.
 
     Args:
       ids: each member's token at tail row `step`.
       live: members that still decode; the others select nothing and route nowhere.
+      record: kinds of choices to return.
     """
     config = model.config
     position = jnp.broadcast_to(prefix.length + step, (ids.shape[0], 1))
@@ -78,9 +84,10 @@ def decode_step(
         kernels=model.kernels,
         offset=step,
         keep="cache",
+        record=record,
     )
     trunk = nnx.merge(model.graphdef, base)
-    hidden, tails, _ = trunk(
+    hidden, tails, extras = trunk(
         ids[:, None],
         run,
         pages=tuple(zip(prefix.latents, prefix.index_keys, strict=True)),
@@ -89,7 +96,8 @@ def decode_step(
         lora=model.lora,
     )
     pair = trunk.head_pair(adapters, model.lora)
-    return parallel.logits(hidden[:, 0], trunk.lm_head.weight[...], pair, axis), tails
+    logits = parallel.logits(hidden[:, 0], trunk.lm_head.weight[...], pair, axis)
+    return logits, tails, choices.of_layers(extras, record)
 
 
 def draw(
@@ -115,7 +123,7 @@ def draw(
     return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids"))
+@functools.partial(jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids", "record"))
 def draw_group(
     model: Model,
     base: Params,
@@ -129,9 +137,10 @@ def draw_group(
     max_new_tokens: int,
     top_p: float,
     eos_ids: tuple[int, ...],
+    record: tuple[str, ...] = (),
 ) -> Samples:
     """The program of `sample`, which checks its arguments."""
-    rows = -(-group // model.devices)
+    config, rows = model.config, -(-group // model.devices)
 
     def body(axis, base, adapters, prefix, boundary, key, temperature):
         member = parallel.axis_index(axis) * rows + jnp.arange(rows, dtype=jnp.int32)
@@ -142,14 +151,15 @@ def draw_group(
             return (step < max_new_tokens) & parallel.any_device(~done.all(), axis)
 
         def decode(carry):
-            step, ids, done, tails, tokens, logprobs, lengths, stopped = carry
-            logits, tails = decode_step(model, base, adapters, prefix, tails, ids, step, ~done, axis)
+            step, ids, done, tails, tokens, logprobs, lengths, stopped, chosen = carry
+            logits, tails, new = decode_step(model, base, adapters, prefix, tails, ids, step, ~done, axis, record)
             step_keys = jax.vmap(lambda k: jax.random.fold_in(k, step))(member_keys)
             token, logprob = draw(step_keys, logits, temperature, top_p)
             eos = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) & ~done
             tokens = tokens.at[:, step].set(jnp.where(done, 0, token))
             logprobs = logprobs.at[:, step].set(jnp.where(done, 0.0, logprob))
-            return step + 1, token, done | eos, tails, tokens, logprobs, lengths + ~done, stopped | eos
+            chosen = choices.write(chosen, step, new)
+            return step + 1, token, done | eos, tails, tokens, logprobs, lengths + ~done, stopped | eos, chosen
 
         start = (
             jnp.int32(0),
@@ -160,16 +170,19 @@ def draw_group(
             jnp.zeros((rows, max_new_tokens), jnp.float32),
             jnp.zeros((rows,), jnp.int32),
             jnp.zeros((rows,), bool),
+            choices.empty(config, rows, max_new_tokens, record),
         )
-        *_, tokens, logprobs, lengths, stopped = jax.lax.while_loop(unfinished, decode, start)
-        return Samples(tokens, logprobs, lengths, ~stopped)
+        *_, tokens, logprobs, lengths, stopped, chosen = jax.lax.while_loop(unfinished, decode, start)
+        return Samples(tokens, logprobs, lengths, ~stopped, chosen)
 
-    config = model.config
     specs = (decoder.param_specs(config), lora.stored_specs(model, adapters), pages.prefix_specs(config), P(), P(), P())
-    mapped = parallel.mapped(body, model.mesh, specs, P(sharding.AXIS))
+    member = P(sharding.AXIS)
+    mapped = parallel.mapped(body, model.mesh, specs, Samples(member, member, member, member, choices.specs("rows")))
     whole = sharding.named(model.mesh, P())  # every host reads all of it
     drawn = mapped(base, adapters, prefix, boundary, key, temperature)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[:group], whole), drawn)
+    group_only = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[:group], whole), drawn[:4])
+    chosen = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[:, :group], whole), drawn.choices)
+    return Samples(*group_only, chosen)
 
 
 def sample(
@@ -185,17 +198,21 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     eos_ids: tuple[int, ...],
+    record: tuple[str, ...] = (),
 ) -> Samples:
     """Draws `group` responses; a member's tokens depend on (key, member, prompt) alone, not on the mesh or the others.
 
     Args:
       boundary: the prompt's last token.
       max_new_tokens: token budget of each response.
+      record: kinds of choices to return with the responses: selections are 4 x index_topk bytes a token and full
+        layer on every device, routes 4 x num_experts_per_tok a token and sparse layer.
 
     Raises:
       ValueError: a value out of range, by name.
       ConfigError: prompt and budget exceed max_position_embeddings.
     """
+    choices.check_record(record)
     if group < 1:
         raise ValueError(f"group={group}; accepted: at least 1")
     if max_new_tokens < 1:
@@ -219,4 +236,5 @@ def sample(
         max_new_tokens=max_new_tokens,
         top_p=float(top_p),
         eos_ids=tuple(eos_ids),
+        record=tuple(record),
     )

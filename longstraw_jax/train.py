@@ -150,11 +150,12 @@ def member_gradient(
     """
 
     def loss_of(adapters, sinks):
-        row = (member.inputs, member.targets, member.lengths, temperature)
+        row, held = (member.inputs, member.targets, member.lengths, temperature), member.choices
         if sinks is None:
-            logp, entropy = replay.member_logprobs(model, base, adapters, prefix, *row, per_device=True)
+            logp, entropy = replay.member_logprobs(model, base, adapters, prefix, *row, per_device=True, held=held)
         else:
-            logp, entropy, sinks = replay.member_logprobs_collecting(model, base, adapters, prefix, sinks, *row)
+            args = (model, base, adapters, prefix, sinks, *row)
+            logp, entropy, sinks = replay.member_logprobs_collecting(*args, held=held)
         loss, metrics = objectives.member_loss(
             logp,
             entropy,
@@ -232,7 +233,7 @@ def add_prompt(
         page_grads,
         total.grads,
         chunk=config.chunk,
-        selections=resident.selections,
+        held=resident.choices,
     )
     return dataclasses.replace(total, grads=grads)
 

@@ -13,7 +13,7 @@ import tiny_models
 from longstraw_jax import exact_gradient, lora, parallel, replay, rollout, sharding, train
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.evidence import parity
-from longstraw_jax.model import decoder
+from longstraw_jax.model import choices, decoder
 from longstraw_jax.prefix import capture, pages, refresh
 from longstraw_jax.rl import objectives
 
@@ -73,7 +73,7 @@ def group(size: int, advantages=ADVANTAGES) -> rollout.Group:
     return rollout.Group(inputs, targets, lengths, mask, advantages[:size], uniform, uniform, None)
 
 
-def resident(where: parity.Side, *, chunk: int = CHUNK, keep_selection: bool = False) -> refresh.Resident:
+def resident(where: parity.Side, *, chunk: int = CHUNK, record: tuple[str, ...] = ()) -> refresh.Resident:
     kept = []
     prefix = capture.capture(
         where.model,
@@ -83,9 +83,10 @@ def resident(where: parity.Side, *, chunk: int = CHUNK, keep_selection: bool = F
         chunk=chunk,
         fingerprint=tiny.FINGERPRINT,
         capacity=POLICY.capacity,
-        keep_selection=kept.append if keep_selection else None,
+        record=record,
+        keep=kept.append,
     )
-    return refresh.Resident(PROMPT, prefix, 0, kept if keep_selection else None)
+    return refresh.Resident(PROMPT, prefix, 0, kept if record else None)
 
 
 def exact(where: parity.Side, members: rollout.Group, **options):
@@ -120,22 +121,21 @@ def test_the_chunk_changes_nothing():
     assert tiny.difference(exact(side(32), group(2), chunk=50)[0], whole(32, 2)[0]) < 1e-5
 
 
-def test_kept_selections_are_what_the_reverse_pass_selects_again():
+def test_kept_choices_are_what_the_reverse_pass_chooses_again():
     again, _ = exact(side(1), group(2))
-    kept, _ = exact(side(1), group(2), keep_selection=True)
+    kept, _ = exact(side(1), group(2), record=choices.KINDS)
     assert tiny.difference(kept, again) < 1e-6
 
 
-def test_kept_selections_are_all_that_decide():
+def test_kept_choices_are_all_that_decide():
     """Selections of another kind (every query keeps only its first key) are followed, not overruled."""
     where = side(1)
-    state = resident(where, keep_selection=True)
-    first = [
-        jax.tree.map(lambda ids: np.where(np.arange(ids.shape[-1]) < 1, ids, -1), chunk) for chunk in state.selections
-    ]
+    state = resident(where, record=choices.KINDS)
+    first = lambda ids: np.where(np.arange(ids.shape[-1]) < 1, ids, -1)  # noqa: E731
+    other = [dataclasses.replace(chunk, selections=jax.tree.map(first, chunk.selections)) for chunk in state.choices]
     found, _ = parity.replay_gradient(where, POLICY, state, group(2))
-    other, _ = parity.replay_gradient(where, POLICY, dataclasses.replace(state, selections=first), group(2))
-    assert tiny.difference(other, found) > 1e-3
+    moved, _ = parity.replay_gradient(where, POLICY, dataclasses.replace(state, choices=other), group(2))
+    assert tiny.difference(moved, found) > 1e-3
 
 
 def test_gradient_equals_finite_differences():
@@ -189,7 +189,7 @@ def test_memory_is_pages_gradient_pages_and_one_chunk():
     model = decoder.make_model(config, lora=dataclasses.replace(tiny.LORA, targets=targets))
     copies = jax.eval_shape(lambda x: lora.per_device(x, None), lora.adapter_shapes(config, model.lora))
     scalar, ids = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((CHUNK,), jnp.int32)
-    chosen = (jax.ShapeDtypeStruct((8, 1, CHUNK, config.index_topk), jnp.int32),)
+    chosen = choices.Choices((jax.ShapeDtypeStruct((8, 1, CHUNK, config.index_topk), jnp.int32),))
 
     def program(tokens):
         prefix = jax.eval_shape(lambda: pages.allocate(model, tokens))
@@ -230,8 +230,8 @@ def test_bad_input_is_named():
     args = (where.model, where.base, copies, state.prefix)
     with pytest.raises(ValueError, match="129 tokens; accepted: the 128 that the prefix state holds"):
         exact_gradient.exact_prefix_vjp(*args, PROMPT, page_grads, copies, chunk=CHUNK)
-    with pytest.raises(ValueError, match="selections of 1 chunks; accepted: 2, of chunk=64 tokens"):
-        exact_gradient.exact_prefix_vjp(*args, PROMPT[:-1], page_grads, copies, chunk=CHUNK, selections=[()])
+    with pytest.raises(ValueError, match="choices of 1 chunks; accepted: 2, of chunk=64 tokens"):
+        exact_gradient.exact_prefix_vjp(*args, PROMPT[:-1], page_grads, copies, chunk=CHUNK, held=[choices.NONE])
     expanded = decoder.make_model(CONFIGS[1], lora=tiny.LORA, attention="expanded")
     with pytest.raises(ValueError, match="attention='expanded' collects no page gradients; accepted: 'absorbed'"):
         exact_gradient.zero_page_grads(expanded, state.prefix)

@@ -74,7 +74,7 @@ def captured(name):
     kept = []
     state = capture.capture(
         model(name), base, adapters, prompt[:-1], chunk=CHUNK, fingerprint=jnp.zeros((2,), jnp.uint32),
-        keep_selection=lambda chosen: kept.append(np.asarray(chosen[0][0, 0])),
+        record=("selections",), keep=lambda chosen: kept.append(np.asarray(chosen.selections[0][0, 0])),
     )  # fmt: skip
     return state, np.sort(np.concatenate(kept)[: PROMPT - 1], axis=-1)
 

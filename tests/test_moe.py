@@ -120,6 +120,26 @@ def test_gradient_reaches_the_gate_through_chosen_experts_only():
     assert set(moved) == set(ids.reshape(-1).tolist()) != set(range(8))
 
 
+def test_e4_held_experts_weigh_by_the_scores_at_hand():
+    """Weights of experts that are not the best, and their gradient, come from the live scores of these experts."""
+    graphdef, params = nnx.split(router(CONFIG, np.linspace(-1, 1, 8)))
+    h = jax.random.normal(jax.random.key(4), (5, 32))
+    held = jnp.asarray([[0, 1], [1, 0], [2, 5], [0, 3], [-1, -1]])
+
+    def weigh(params, h):
+        ids, weights, _ = nnx.merge(graphdef, params)(h, held)
+        return (weights[:4] ** 2).sum(), (ids, weights)
+
+    (_, (ids, weights)), grads = jax.value_and_grad(weigh, argnums=(0, 1), has_aux=True)(params, h)
+    scores = 1 / (1 + np.exp(-np.asarray(h, np.float64) @ np.asarray(params.weight[...], np.float64)))
+    own = np.take_along_axis(scores[:4], np.asarray(held[:4]), -1)
+    np.testing.assert_array_equal(ids, held)
+    np.testing.assert_allclose(weights[:4], 2.5 * own / own.sum(-1, keepdims=True), rtol=1e-5)
+    assert np.isfinite(weights).all()
+    assert set(np.flatnonzero(np.abs(grads[0].weight[...]).max(0))) == {0, 1, 2, 3, 5}
+    assert (np.abs(grads[1][:4]).max(-1) > 0).all()
+
+
 def dense_experts(x, ids, weights, experts):
     """fp64, every token through each of its experts."""
     x, experts = np.asarray(x, np.float64), {k: np.asarray(v, np.float64) for k, v in experts.items()}

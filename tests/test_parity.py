@@ -211,6 +211,13 @@ def test_clipping_without_a_clipped_token_is_a_problem():
     assert "accepted: above 0" in parity.case_problems("clipping", good_case(), parity.TOLERANCES["float32"])[0]
 
 
+def test_more_flipped_choices_than_the_bound_are_a_problem_of_their_kind():
+    layer = dict(choices=2000, flipped=1, tokens=1, first=1, widest_gap=None)
+    flipped = {"selections": {0: layer, 2: layer}, "routes": {2: layer | {"flipped": 3}}}
+    (line,) = parity.choice_problems(flipped, parity.TOLERANCES["float32"])
+    assert line == "routes: 0.0015 of the choices are flipped; accepted: at most 0.001"
+
+
 def test_masks_of_the_modes_end_before_the_boundary_token():
     masks = {mode: parity.mode_masks(mode, 3, 6) for mode in rollout.MODES}
     np.testing.assert_array_equal(masks["detached"]["detach"], [1, 1, 0, 0, 0, 0])
@@ -242,6 +249,20 @@ def test_j2_replay_on_eight_devices_equals_whole_sequence_autodiff(receipt):
             assert all(group["cosine"] > 1 - 1e-9 for group in gradient["groups"].values())
             assert figures["step"]["relative_l2"] < 1e-3 and figures["step"]["norm_wanted"] > 0
             assert figures["loss_found"] == pytest.approx(figures["loss_wanted"], abs=1e-5)
+            assert figures["free"]["relative_l2"] < 1e-5  # so few tokens that no choice is near a tie
+
+
+def test_the_receipt_counts_every_choice_and_its_flips(receipt):
+    """Of the prompt once and of every response: its full layer's keys and its sparse layer's experts."""
+    prompt, responses = receipt["tokens"]["prompt"] - 1, receipt["tokens"]["responses"]
+    seen = [np.arange(1, prompt + 1), *(prompt + 1 + np.arange(n) for n in responses)]
+    keys = sum(int(np.minimum(x, ARCHITECTURE["index_topk"]).sum()) for x in seen)
+    for flipped in receipt["flipped"].values():
+        assert flipped["selections"]["0"]["choices"] == keys
+        experts = ARCHITECTURE["num_experts_per_tok"] * (prompt + sum(responses))
+        assert flipped["routes"]["1"]["choices"] == experts
+        assert all(x["flipped"] == 0 for layers in flipped.values() for x in layers.values())
+    assert receipt["tolerance"]["flipped"] == 1e-3
 
 
 def test_the_stated_share_of_tokens_is_clipped(receipt):
@@ -271,7 +292,8 @@ def test_over_tolerance_exits_1_and_says_what(command, capsys):
     assert command(f"--tokens={TOKENS}", "--modes=detached", "--config.optimizer.learning_rate=1.0") == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0].split()[:3] == ["mode", "case", "compared"] and out[-1] == "FAIL"
-    assert [line.split()[2] for line in out[1:7]] == ["gradient", "step", "control"] * 2
+    assert [line.split()[2] for line in out[1:9]] == ["gradient", "step", "free", "control"] * 2
+    assert [line.split()[1] for line in out[9:11]] == ["selections:", "routes:"]
     assert any(line.startswith("detached ratio_1: step largest_difference is ") for line in out)
 
 

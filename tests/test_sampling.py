@@ -34,7 +34,7 @@ def responses(drawn):
 def many():
     """A hundred responses on one device."""
     draws = [sample(1, seed) for seed in range(25)]
-    return sampling.Samples(*(np.concatenate(field) for field in zip(*draws, strict=True)))
+    return sampling.Samples(*(np.concatenate(field) for field in list(zip(*draws, strict=True))[:4]))
 
 
 def test_a_seed_gives_the_same_group_again_and_another_seed_another():
@@ -57,7 +57,7 @@ def test_members_are_the_same_on_every_mesh_and_in_every_group(devices):
 def test_b1_any_eos_ends_a_response_and_belongs_to_it():
     drawn = many()
     ends = set()
-    for tokens, logprobs, length, truncated in zip(*drawn, strict=True):
+    for tokens, logprobs, length, truncated in zip(*drawn[:4], strict=True):
         assert not np.isin(tokens[: length - 1], EOS).any()
         assert truncated == (tokens[length - 1] not in EOS) and (length == BUDGET or not truncated)
         assert (
@@ -146,7 +146,7 @@ def test_a_members_tokens_never_reach_the_others():
     def run(forced):
         tails, logits = sampling.empty_tails(model, 4, BUDGET), []
         for at in range(4):
-            out, tails = step(tails, forced[:, at], jnp.int32(at))
+            out, tails, _ = step(tails, forced[:, at], jnp.int32(at))
             logits.append(np.asarray(out))
         return np.stack(logits, 1)
 
@@ -200,7 +200,7 @@ def test_annotations_hold_at_run_time():
     def call(tails, ids, live):
         return checked(*weights, tails, ids, jnp.int32(0), live, None)
 
-    logits, extended = jax.eval_shape(call, tails, jnp.zeros((4,), jnp.int32), jnp.ones((4,), bool))
+    logits, extended, _ = jax.eval_shape(call, tails, jnp.zeros((4,), jnp.int32), jnp.ones((4,), bool))
     assert logits.shape == (4, tiny.CONFIG.vocab_size)
     assert jax.tree.map(jnp.shape, extended) == jax.tree.map(jnp.shape, tails)
     draw = jaxtyped(typechecker=beartype)(sampling.draw)

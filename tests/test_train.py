@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_jobs
 
-from longstraw_jax import fingerprint, lora, replay, rollout, train
+from longstraw_jax import exact_gradient, fingerprint, lora, phases, replay, rollout, train
 from longstraw_jax.prefix import freshness, refresh
 from longstraw_jax.prefix.capture import capture
 from longstraw_jax.rl.objectives import GRPOConfig
@@ -302,6 +302,33 @@ def test_j1_a_second_update_has_a_ratio_and_the_prompt_state_of_its_own_weights(
     assert "capture" in second.seconds and "sample" not in second.seconds
 
 
+def test_e4_choices_of_the_rollout_are_held_in_every_update():
+    """The first update is what it is without; others in their place give another gradient."""
+    start, options = trained_state(), dict(updates=2, mode="exact", router_replay=True, selection_replay=True)
+    _, (free, _), _ = transact(start, updates=2, mode="exact")
+    _, (first, second), held = transact(start, **options)
+    assert first.metrics["max_abs_log_ratio"] < 1e-5 < 1e-3 < second.metrics["max_abs_log_ratio"]
+    assert first.loss_sum == pytest.approx(free.loss_sum, abs=1e-4)
+    assert first.grad_norm == pytest.approx(free.grad_norm, rel=1e-4)
+
+    args = (job().model, policy(**options), job().base)
+    clock, key = phases.Clock(), jax.random.key(0)
+    members, _ = rollout.roll_out(*args, start.adapters, held, 0, byte_means, key, clock)
+    members = rollout.scored(*args, base_words(), start.adapters, held, members)
+    assert members.choices.selections[0].shape == (G, 1, 1, T, job().model.config.index_topk)
+    others = dataclasses.replace(
+        members.choices, routes=jax.tree.map(lambda ids: np.where(ids < 0, ids, ids ^ 1), members.choices.routes)
+    )
+
+    def norm(group):
+        page_grads = exact_gradient.zero_page_grads(job().model, held.prefix)
+        copies = lora.per_device(start.adapters, job().model.mesh)
+        total, _ = train.add_group(*args, copies, held.prefix, group, None, page_grads)
+        return float(train.apply_update(job().model, optimizer(), start, total)[1]["grad_norm"])
+
+    assert abs(norm(dataclasses.replace(members, choices=others)) / norm(members) - 1) > 1e-2
+
+
 def test_j1_a_held_prompt_of_other_adapters_is_freed_and_never_used():
     other, _, stale = transact(fresh_state(seed=5))
     want, (report,), _ = transact(trained_state())
@@ -331,10 +358,10 @@ def test_exact_is_another_step_and_kept_selections_are_not():
     """Kept selections lie on the host, one tuple a chunk; pages without them are captured again when they are asked."""
     _, (detached,), plain = transact(trained_state())
     _, (exact,), held = transact(trained_state(), mode="exact", held=plain)
-    assert held is plain and held.selections is None and "reverse" in exact.seconds
+    assert held is plain and held.choices is None and "reverse" in exact.seconds
     _, (kept,), held = transact(trained_state(), mode="exact", held=held, keep_selection=True)
-    assert held is not plain and len(held.selections) == -(-(prompt().size - 1) // job().policy.chunk)
-    assert all(isinstance(ids, np.ndarray) and ids.dtype == np.int32 for ids in jax.tree.leaves(held.selections))
+    assert held is not plain and len(held.choices) == -(-(prompt().size - 1) // job().policy.chunk)
+    assert all(isinstance(ids, np.ndarray) and ids.dtype == np.int32 for ids in jax.tree.leaves(held.choices))
     assert abs(exact.grad_norm - detached.grad_norm) > 1e-3 * detached.grad_norm
     assert kept.grad_norm == pytest.approx(exact.grad_norm, rel=1e-5)
 

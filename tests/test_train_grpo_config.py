@@ -146,6 +146,8 @@ FIELDS = {
     "grpo.mask_truncated": (True, loss_of, OBJECTIVE),
     "grpo.zero_variance_kl": (False, loss_of, OBJECTIVE),
     "capture.chunk": (32, loaded(lambda job: job.policy.chunk), {}),
+    "grpo.router_replay": (True, loaded(lambda job: job.policy.recorded), {}),
+    "grpo.selection_replay": (True, loaded(lambda job: job.policy.recorded), {}),
     "capture.keep_selection": (True, loaded(lambda job: job.policy.keep_selection), {"grpo.mode": "exact"}),
     "reward.functions": (("digit_share",), logged, RUN),
     "reward.weights": ((0.5,), logged, RUN),

@@ -51,6 +51,8 @@ def get_config() -> ConfigDict:
                 "mis_level": "token",  # or "sequence" ("sequence_mask")
                 "mask_truncated": False,  # (mask_truncated_completions)
                 "zero_variance_kl": True,
+                "router_replay": False,  # replay takes the experts that sampling took
+                "selection_replay": False,  # replay attends to the keys that sampling selected
             },
             "capture": {
                 "chunk": 2048,

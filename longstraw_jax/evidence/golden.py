@@ -130,7 +130,7 @@ def _decode(model, base, state, tokens):
 
     def step(tails, item):
         index, token = item
-        logits, tails = sampling.decode_step(
+        logits, tails, _ = sampling.decode_step(
             model, base, None, state, tails, token[None], index, jnp.ones((1,), bool), None
         )
         return tails, logits[0]

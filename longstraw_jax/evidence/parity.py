@@ -4,13 +4,14 @@ Both sides go through the real objective, once at ratio 1 and once with tokens t
 optimizer step. A control says how far apart the modes' gradients truly are, so that agreement means something.
 
 Gradients jump where a discrete choice (a selected key, a chosen expert) changes. With thousands of prompt tokens,
-round-off between chunked capture and one pass can decide such a choice for some token; from there on the two sides
-differ by far more than round-off. The choices themselves are not compared here.
+round-off between chunked capture and one pass decides such a choice the other way for some token. So the baseline runs
+twice, on its own choices and held to those of capture and replay: parity is agreement in the second comparison, and a
+bound on the share of choices in which the first differs.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,10 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax import exact_gradient, forward, lora, replay, rollout, sharding, train
-from longstraw_jax.model import decoder
+from longstraw_jax.config import ModelConfig
+from longstraw_jax.evidence import flips
+from longstraw_jax.model import choices, decoder
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.prefix import capture, refresh
 from longstraw_jax.rl import advantages, masks, objectives
 from longstraw_jax.types import Model, Params, PrefixState
@@ -29,6 +33,7 @@ CASES = ("ratio_1", "clipping")
 REWARDS = (1.0, 0.0, 0.25)  # of the group: advantages of both signs, none of them zero
 B_STD = 0.02  # of the adapters' B: away from zero, where A has no gradient
 CLIPPED_SHARE = 0.4  # tokens moved past a clip bound in the "clipping" case
+SCORED_TOKENS = 4096  # longest sequence whose index scores [T, T] are kept, for the gaps of flipped choices
 CLIPPED_BY, INSIDE_BY = 0.5, 0.1  # nats past the default bounds (0.18 to 0.25), and well within them
 
 Figures = dict[str, Any]
@@ -45,9 +50,11 @@ class Tolerance:
       step: largest difference of any adapter after one optimizer step.
       step_relative_l2: of that step. Adam's first one divides every entry by its own size, so entries that are
         near round-off themselves weigh as much as all others: it is looser than the gradient's.
+      flipped: share of a kind's choices that the two sides, each on its own, do not share.
     """
 
     relative_l2: float
+    flipped: float
     cosine: float | None = None
     largest_error: float | None = None
     step: float | None = None
@@ -55,9 +62,9 @@ class Tolerance:
 
 
 TOLERANCES = {
-    "float32": Tolerance(relative_l2=1e-5, largest_error=1e-5, step=1e-6, step_relative_l2=1e-3),
-    "bfloat16": Tolerance(relative_l2=5e-3, cosine=0.99999),
-    "float16": Tolerance(relative_l2=5e-3, cosine=0.99999),
+    "float32": Tolerance(relative_l2=1e-5, flipped=1e-3, largest_error=1e-5, step=1e-6, step_relative_l2=1e-3),
+    "bfloat16": Tolerance(relative_l2=5e-3, flipped=5e-2, cosine=0.99999),
+    "float16": Tolerance(relative_l2=5e-3, flipped=5e-2, cosine=0.99999),
 }
 
 
@@ -189,8 +196,8 @@ def make_groups(
     boundary: int,
     responses: Sequence[Sequence[int]],
     seed: int,
-) -> dict[str, rollout.Group]:
-    """The group of ragged responses as replay takes it, in both CASES.
+) -> tuple[dict[str, rollout.Group], Choices]:
+    """The group of ragged responses as replay takes it, in both CASES, and replay's choices [G, layers, 1, T, ..].
 
     "ratio_1": the behaviour policy is the policy. "clipping": its log-probabilities are moved, so that about
     CLIPPED_SHARE of the tokens lie past the bound that is active for their advantage and the others stay inside.
@@ -209,15 +216,17 @@ def make_groups(
         )
     )
     args = (side.model, side.base, side.adapters, prefix, inputs, targets, lengths, config.temperature)
-    logp = np.where(mask, np.asarray(replay.score(*args)[0]), 0.0).astype(np.float32)
+    logp, _, chosen = jax.device_get(replay.score_and_choices(*args, record=choices.KINDS))
+    logp = np.where(mask, logp, 0.0).astype(np.float32)
     rng = np.random.default_rng(seed)
     clipped = rng.random(logp.shape) < CLIPPED_SHARE
     past = -np.sign(advantage)[:, None] * CLIPPED_BY  # a gain is clipped above the ratio 1, a loss below
     moved = logp + np.where(clipped, past, rng.uniform(-INSIDE_BY, INSIDE_BY, logp.shape)).astype(np.float32)
-    return {
+    groups = {
         case: rollout.Group(inputs, targets, lengths, mask, advantage, old, old, None)
         for case, old in zip(CASES, (logp, np.where(mask, moved, 0.0)), strict=True)
     }
+    return groups, chosen
 
 
 def replay_gradient(
@@ -243,12 +252,12 @@ def replay_gradient(
 
 
 @functools.partial(jax.jit, static_argnames=("model", "config"))
-def _full_member(model, config, base, adapters, ids, member, gate, detach):
+def _full_member(model, config, base, adapters, ids, member, gate, detach, held):
     response = member.mask.shape[0]
 
     def loss_of(adapters):
         logp, entropy = forward.logprobs(
-            model, base, adapters, ids, config.temperature, gate=gate[None], detach=detach[None]
+            model, base, adapters, ids, config.temperature, gate=gate[None], detach=detach[None], held=held
         )
         loss, _ = objectives.member_loss(
             logp[-response:],
@@ -273,6 +282,7 @@ def full_gradient(
     *,
     gate: Bool[np.ndarray, "S+T"],
     detach: Bool[np.ndarray, "S+T"],
+    held: Sequence[Choices] | None = None,
 ) -> tuple[Params, Float[Array, ""]]:
     """The objective's gradient by autodiff over each whole sequence, prompt and response, on one device.
 
@@ -280,6 +290,7 @@ def full_gradient(
       prompt: with its boundary token.
       gate: tokens that see the adapters.
       detach: tokens whose latents carry no gradient.
+      held: each member's choices [layers, 1, S + T, ..] to take, None to choose.
 
     Returns:
       Gradients of the mean loss, fp32 on the host, and that loss.
@@ -287,12 +298,43 @@ def full_gradient(
     total, loss = None, objectives.LossSum(jnp.float32(0), jnp.float32(0))
     for g in range(group.inputs.shape[0]):
         member = jax.tree.map(lambda x, g=g: x[g], group)
-        ids = np.concatenate([prompt, member.targets]).astype(np.int32)
-        grads, one = _full_member(side.model, config, side.base, side.adapters, ids, member, gate, detach)
+        args = (sequence(prompt, member), member, gate, detach, choices.NONE if held is None else held[g])
+        grads, one = _full_member(side.model, config, side.base, side.adapters, *args)
         grads = jax.device_get(grads)
         total = grads if total is None else jax.tree.map(np.add, total, grads)
         loss = objectives.merge(loss, one)
     return _divided(total, np.asarray(loss.count)), objectives.mean(loss)
+
+
+def sequence(prompt: Int[np.ndarray, "S"], member: rollout.Group) -> Int[np.ndarray, "S+T"]:
+    """Prompt and response of one member."""
+    return np.concatenate([prompt, member.targets]).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "collect"))
+def _choose(model, base, adapters, ids, gate, collect):
+    options = dict(record=choices.KINDS, gate=gate[None], collect=collect)
+    return forward.forward_and_choices(model, base, adapters, ids[None], **options)[1:]
+
+
+def full_choices(
+    side: Side, ids: Int[np.ndarray, "S+T"], gate: Bool[np.ndarray, "S+T"]
+) -> tuple[Choices, dict[str, flips.Scores] | None]:
+    """What one pass over the whole sequence chooses, on the host, and the scores it ranks up to SCORED_TOKENS."""
+    config, collect = side.model.config, ids.size <= SCORED_TOKENS
+    layers, chosen = jax.device_get(_choose(side.model, side.base, side.adapters, ids, gate, collect))
+    return choices.widened(chosen, config.index_topk), flips.scores_of(config, side.base, layers) if collect else None
+
+
+def replayed_choices(config: ModelConfig, prompt: Choices, member: Choices) -> Choices:
+    """Choices of capture [.., S - 1, ..] and of one member's replay [.., T, ..] as those of the whole sequence.
+
+    The last token's, which no log-probability is read from, are -1.
+    """
+    last = jax.tree.map(lambda ids: np.full_like(ids[:, :, :1], -1), prompt)
+    parts = [prompt, member, last]
+    counts = [jax.tree.leaves(part)[0].shape[2] for part in parts]
+    return choices.joined(parts, counts, config.index_topk)
 
 
 def _divided(tree, count):
@@ -315,54 +357,101 @@ def mode_masks(mode: str, prompt_tokens: int, tokens: int) -> dict[str, Bool[np.
     }
 
 
-def measure_mode(
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """A policy's captured prompt and its group in every case, what either side chooses, and the baselines so far.
+
+    Attributes:
+      held: each member's choices [layers, 1, S + T, ..] of capture and replay.
+      own: the baseline's, on its own.
+      flipped: where they differ, see flips.count: of the prompt once and of every response.
+      baseline: (mode, case, whether held) -> gradients and loss of the whole sequences.
+    """
+
+    resident: refresh.Resident
+    groups: dict[str, rollout.Group]
+    held: list[Choices]
+    own: list[Choices]
+    flipped: dict[str, dict[int, Figures]]
+    baseline: Callable[[str, str, bool], tuple[Params, Float[Array, ""]]]
+
+
+def replay_policy(
     mode: str,
     wide: Side,
     single: Side,
     config: rollout.PolicyConfig,
-    optimizer: optax.GradientTransformation,
     prompt: Int[np.ndarray, "S"],
     responses: Sequence[Sequence[int]],
     seed: int,
-) -> dict[str, Figures]:
-    """Replay on `wide` beside the whole-sequence gradient on `single`, per case.
+) -> Replayed:
+    """The policy of a mode on `wide` ("detached" and "exact" train the same one), and its baseline on `single`.
 
     Args:
-      mode: one of rollout.MODES.
       wide, single: the same policy on the mesh and on one device.
       config: its `mode` is not read.
-      optimizer: of the one step from fresh moments.
-
-    Returns:
-      case -> gradient and step (see `compare`; the step's are differences of adapters), loss_found, loss_wanted,
-      clipped_fraction, step_taken and, unless "frozen", control: the detached baseline beside the true full gradient.
 
     Raises:
       ConfigError: the prompt is longer than the model's positions.
     """
     rollout.check_mode(mode)
-    config = dataclasses.replace(config, mode=mode)
-    model, targets = wide.model, tensor_targets(wide.model)
+    architecture, kept = wide.model.config, []
     prefix = capture.capture(
-        model,
+        wide.model,
         wide.base,
         None if mode == "frozen" else wide.adapters,
         prompt[:-1],
         chunk=config.chunk,
         fingerprint=jnp.zeros((2,), jnp.uint32),  # nobody else sees this prefix
+        record=choices.KINDS,
+        keep=lambda chosen: kept.append(jax.device_get(chosen)),
     )
-    resident = refresh.Resident(prompt, prefix, captured_at=0)
+    groups, replayed = make_groups(wide, config, prefix, int(prompt[-1]), responses, seed)
+    counts = [n for _, n, _ in capture.chunk_ids(wide.model, prompt[:-1], config.chunk)]
+    captured = choices.joined(kept, counts, architecture.index_topk)
+    held = [
+        replayed_choices(architecture, captured, jax.tree.map(lambda x, g=g: x[g], replayed))
+        for g in range(len(responses))
+    ]
+    own, flipped = _own_choices(single, mode, prompt, groups[CASES[0]], held)
+
+    @functools.cache
+    def baseline(mode, case, is_held):
+        group = groups[case]
+        masked = mode_masks(mode, prompt.size, prompt.size + group.inputs.shape[1])
+        return full_gradient(single, config, prompt, group, **masked, held=held if is_held else own)
+
+    return Replayed(refresh.Resident(prompt, prefix, captured_at=0), groups, held, own, flipped, baseline)
+
+
+def measure_mode(
+    mode: str,
+    replayed: Replayed,
+    wide: Side,
+    single: Side,
+    config: rollout.PolicyConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+) -> dict[str, Figures]:
+    """Replay on `wide` beside the whole-sequence gradient on `single`, per case.
+
+    Args:
+      mode: one of rollout.MODES, whose policy `replayed` is.
+      optimizer: of the one step from fresh moments.
+
+    Returns:
+      case -> gradient and step with the baseline held to capture's and replay's choices (see `compare`; the step's are
+      differences of adapters), free: the gradient with the baseline on its own choices, loss_found, loss_wanted (held),
+      clipped_fraction, step_taken and, unless "frozen", control: the detached baseline beside the true full gradient.
+    """
+    config = dataclasses.replace(config, mode=mode)
+    model, targets = wide.model, tensor_targets(wide.model)
     state = dataclasses.replace(train.init_state(model, optimizer, seed), adapters=wide.adapters)
     results = {}
-    for case, group in make_groups(wide, config, prefix, int(prompt[-1]), responses, seed).items():
-        found, total = replay_gradient(wide, config, resident, group)
+    for case, group in replayed.groups.items():
+        found, total = replay_gradient(wide, config, replayed.resident, group)
         after, info = train.apply_update(model, optimizer, state, total)
-        tokens = prompt.size + group.inputs.shape[1]
-        baselines = {
-            name: full_gradient(single, config, prompt, group, **mode_masks(name, prompt.size, tokens))
-            for name in ({mode} if mode == "frozen" else {"detached", "exact"})
-        }
-        wanted, loss = baselines[mode]
+        wanted, loss = replayed.baseline(mode, case, True)
         # Adapters after the step, less what both started from.
         before, *stepped = jax.device_get(
             (single.adapters, after.adapters, _first_step(optimizer, single.adapters, wanted))
@@ -372,14 +461,42 @@ def measure_mode(
         results[case] = {
             "gradient": compare(found, wanted, targets),
             "step": compare(*moved, targets),
+            "free": compare(found, replayed.baseline(mode, case, False)[0], targets),
             "loss_found": float(objectives.mean(total.loss)),
             "loss_wanted": float(loss),
             "clipped_fraction": float(metrics["clip_ratio/region_mean"]),
             "step_taken": bool(info["taken"]),
         }
         if mode != "frozen":
-            results[case]["control"] = compare(baselines["detached"][0], baselines["exact"][0], targets)
+            sides = (replayed.baseline(name, case, True)[0] for name in ("detached", "exact"))
+            results[case]["control"] = compare(*sides, targets)
     return results
+
+
+def _own_choices(single, mode, prompt, group, held):
+    """The baseline's own choices of every member, and how `held` differ."""
+    model, resident = single.model.config, prompt.size - 1
+    own, flipped = [], None
+    for g, theirs in enumerate(held):
+        ids = sequence(prompt, jax.tree.map(lambda x, g=g: x[g], group))
+        chosen, scores = full_choices(single, ids, mode_masks(mode, prompt.size, ids.size)["gate"])
+        own.append(chosen)
+        first = resident if g else 0  # the prompt is every member's
+        parts = [choices.rows(x, first, resident + int(group.lengths[g])) for x in (theirs, chosen)]
+        if scores is not None:
+            scores = {kind: {i: x[first:] for i, x in layers.items()} for kind, layers in scores.items()}
+        flipped = flips.add(flipped, flips.count(model, *parts, scores))
+    return own, flipped
+
+
+def choice_problems(flipped: Mapping[str, Mapping[int, Figures]], tolerance: Tolerance) -> list[str]:
+    """Why the choices of a policy show no parity, one line a kind; empty if they do."""
+    shares = {kind: flips.share(layers) for kind, layers in flipped.items()}
+    return [
+        f"{kind}: {found} of the choices are flipped; accepted: at most {tolerance.flipped:g}"
+        for kind, found in shares.items()
+        if not found <= tolerance.flipped
+    ]
 
 
 def case_problems(case: str, figures: Figures, tolerance: Tolerance) -> list[str]:

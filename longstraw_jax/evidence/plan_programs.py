@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from longstraw_jax import exact_gradient, lora, replay, rollout, sampling, sharding, train
 from longstraw_jax.evidence import plan_costs
-from longstraw_jax.model import decoder
+from longstraw_jax.model import choices, decoder
 from longstraw_jax.prefix import capture, pages
 from longstraw_jax.rl import objectives
 from longstraw_jax.types import PAGE, Model, Params, PrefixState
@@ -202,7 +202,8 @@ def programs(model: Model, optimizer: optax.GradientTransformation, sizes: Sizes
     if sizes.mode == "exact":
         found["reverse"] = Program(
             lambda: exact_gradient.reverse_chunk.trace(
-                model, have.base, have.copies, have.prefix, ids, word, word, None, have.page_grads, have.total.grads
+                model, have.base, have.copies, have.prefix, ids, word, word, choices.NONE, have.page_grads,
+                have.total.grads,
             ),
             have.kinds("base weights", "adapter copies", "latent pages", "index keys", "gradient pages", "gradients"),
             have.kinds("adapters", "optimizer"),

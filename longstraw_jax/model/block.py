@@ -40,7 +40,7 @@ class Pass:
       detach: [B, tail] tail rows whose latents carry no gradient (their own path is not differentiated).
       gate: [B, T] queries that see the adapters, None for all.
       collect: hand back every intermediate a reference comparison wants.
-      keep_selection: hand back what full layers select.
+      record: kinds of choices to hand back, see choices.py.
     """
 
     axis: str | None
@@ -60,7 +60,7 @@ class Pass:
     detach: Bool[Array, "B tail"] | None = None
     gate: Bool[Array, "B T"] | None = None
     collect: bool = False
-    keep_selection: bool = False
+    record: tuple[str, ...] = ()
 
     def tail(self, new: Float[Array, "B T W"], cache: Float[Array, "B tail W"] | None) -> Float[Array, "B tail W"]:
         """The whole tail on this device, the queries' own rows included."""
@@ -104,6 +104,7 @@ class Block(nnx.Module):
         run: Pass,
         pairs: dict[str, Pair],
         sink: tuple[Array, Array] | None = None,
+        route: Int[Array, "B T k"] | None = None,
     ) -> tuple[Array, Array, Array | None, tuple[Array | None, Array | None], dict[str, Array]]:
         """Runs the layer.
 
@@ -112,10 +113,11 @@ class Block(nnx.Module):
           pages: this device's (latents, index keys) of the prompt, None for no prompt or a shared layer's keys.
           caches: tails (latents, index keys) of a decode, else None.
           sink: (sink, place) as in parallel.attend_collecting, None where pages are constants.
+          route: experts to take, -1 for none; a sparse layer chooses where none are given.
 
         Returns:
           The residual stream, the selection, the sink, the kept (latents, index keys) and, if asked for,
-          intermediates.
+          intermediates and choices.
         """
         extras: dict[str, Array] = {}
         collected = None
@@ -139,8 +141,8 @@ class Block(nnx.Module):
                 scores = jax.vmap(indexer_topk.index_scores)(q, w, key_tail)
                 causal = jnp.arange(key_tail.shape[1]) <= run.query_index[..., None]
                 extras["index_scores"] = jnp.where(causal, scores, -jnp.inf)
-            if run.keep_selection:
-                extras["selection"] = selection
+        if self.kinds[0] == "full" and "selections" in run.record:
+            extras["chosen_keys"] = selection
         if run.attention == "expanded":
             values = self._expanded(q_nope, q_pe, pages[0], tail, selection, run, pairs)
         else:
@@ -158,29 +160,35 @@ class Block(nnx.Module):
             values = self.self_attn.unabsorb(out, pairs)
         attn_out = self.self_attn.output(values, pairs)
         x = x + attn_out
-        x = x + self._feed_forward(self.post_attention_layernorm(x), run, pairs, extras)
+        x = x + self._feed_forward(self.post_attention_layernorm(x), route, run, pairs, extras)
         if run.collect:
             extras |= {"attn_out": attn_out, "selection": selection, "hidden": x}
         kept = (run.kept(tail), run.kept(key_tail) if key_tail is not None else None)
         return x, selection, collected, kept, extras
 
-    def _feed_forward(self, h, run, pairs, extras):
+    def _feed_forward(self, h, route, run, pairs, extras):
         if self.kinds[1] == "dense":
             return self.mlp(h, pairs, "mlp.")
         flat = h.reshape(-1, h.shape[-1])
-        ids, weights, router_logits = self.mlp.gate(flat)
+        held = None if route is None else route.reshape(-1, route.shape[-1])
+        ids, weights, router_logits = self.mlp.gate(flat, held)
         if run.collect:
             extras |= {"router_logits": router_logits, "router_ids": ids, "router_weights": weights}
         # Padding routes nowhere.
-        ids = jnp.where((run.query_index >= 0).reshape(-1)[:, None], ids, self.config.n_routed_experts)
+        routed = (run.query_index >= 0).reshape(-1)[:, None]
+        if "routes" in run.record:
+            extras["chosen_experts"] = jnp.where(routed, ids, -1).reshape(*h.shape[:-1], -1)
+        if route is not None:
+            routed &= ids >= 0
+        ids = jnp.where(routed, ids, self.config.n_routed_experts)
         names = ("gate_proj", "up_proj", "down_proj")
-        routed = parallel.routed_experts(
+        y = parallel.routed_experts(
             flat, ids, weights, {name: getattr(self.mlp.experts, name)[...] for name in names},
             {name: pairs[f"mlp.experts.{name}"][:3] for name in names if f"mlp.experts.{name}" in pairs},
             None if run.gate is None else run.gate.reshape(-1), run.axis, load=run.expert_load,
             implementation=run.kernels,
         )  # fmt: skip
-        y = routed.reshape(h.shape)
+        y = y.reshape(h.shape)
         if self.config.n_shared_experts:
             y = y + self.mlp.shared_experts(h, pairs, "mlp.shared_experts.")
         return y

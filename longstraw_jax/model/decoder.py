@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax import parallel, sharding
 from longstraw_jax.config import LoraConfig, ModelConfig, Segment
-from longstraw_jax.model import draw
+from longstraw_jax.model import choices, draw
 from longstraw_jax.model.block import Block, Pass, pairs_of
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.model.linear import Linear, Pair, parameter
 from longstraw_jax.model.norms import RMSNorm
 from longstraw_jax.types import Model, Params
@@ -83,9 +84,10 @@ class Decoder(nnx.Module):
         adapters: Params | None = None,
         lora: LoraConfig | None = None,
         remat: bool = False,
+        held: Choices = choices.NONE,
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...], list[dict[str, Array]]]:
         """`collecting` with pages that are constants."""
-        options = dict(pages=pages, caches=caches, adapters=adapters, lora=lora, remat=remat)
+        options = dict(pages=pages, caches=caches, adapters=adapters, lora=lora, remat=remat, held=held)
         return self.collecting(ids, run, sinks=None, **options)[:3]
 
     def collecting(
@@ -94,7 +96,7 @@ class Decoder(nnx.Module):
         run: Pass,
         *,
         sinks: tuple[Array, ...] | None,
-        selections: tuple[Int[Array, "R B T K"], ...] | None = None,
+        held: Choices = choices.NONE,
         pages: tuple[tuple[Array, Array], ...] | None = None,
         caches: tuple[Any, ...] | None = None,
         adapters: Params | None = None,
@@ -105,14 +107,14 @@ class Decoder(nnx.Module):
 
         Args:
           sinks: per segment as parallel.attend_collecting has it, None for pages that are constants.
-          selections: per segment what its full layers select, None to select here.
+          held: choices to take; a kind that is None is chosen here.
           pages: per segment (latents [R, J, pages, 64, W], index keys [R, pages, 64, H]) of the prompt.
           caches: per segment a list over runs of tails (latents [L, B, tail, W], keys [L, B, tail, H] or None).
           adapters: see lora.py; None for none.
 
         Returns:
           The final norm's output; per segment a list over runs of kept (latents, index keys) [L, ..]
-          in the segment; when run.collect or keep_selection, per segment a list over runs of intermediates
+          in the segment; when run.collect or record, per segment a list over runs of intermediates
           [L, ..]; and the sinks.
         """
         x = parallel.embed(ids, self.embed_tokens.weight[...], run.axis)
@@ -132,7 +134,7 @@ class Decoder(nnx.Module):
 
             def layer(x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs, pools=pools):
                 """Layer i of run j; it indexes inside, so that recomputation keeps the group's arrays, not copies."""
-                states, group_pages, group_caches, group_adapters, _, number = group_xs
+                states, group_pages, group_caches, group_adapters, (_, routes), number = group_xs
                 latents = keys = None
                 place = segment.offset(j) + i
                 if pools is not None:
@@ -141,14 +143,19 @@ class Decoder(nnx.Module):
                 elif group_pages is not None:
                     latents = group_pages[0][place]
                     keys = group_pages[1] if segment.runs[j].indexer == "full" else None
-                own = (states[j], group_adapters.get(str(j), {}), None if group_caches is None else group_caches[j])
-                state, layer_adapters, cache = jax.tree.map(lambda v: v[i], own)
+                own = (
+                    states[j],
+                    group_adapters.get(str(j), {}),
+                    None if group_caches is None else group_caches[j],
+                    None if routes is None else routes[j],
+                )
+                state, layer_adapters, cache, route = jax.tree.map(lambda v: v[i], own)
                 block = nnx.merge(graphdefs[j], _unshard(state, run.axis))
                 pairs = pairs_of(layer_adapters, scales, run.gate)
                 if sink is not None:
                     sink = (sink, jnp.stack([number, place]))
                 caches = (None, None) if cache is None else cache
-                return block(x, selection, (latents, keys), caches, run, pairs, sink)
+                return block(x, selection, (latents, keys), caches, run, pairs, sink, route)
 
             if remat:
                 policy = jax.checkpoint_policies.save_only_these_names("selection")
@@ -156,7 +163,7 @@ class Decoder(nnx.Module):
 
             def one_group(carry, group_xs, runs=segment.runs, layer=layer):
                 x, sink = carry
-                selection, kept, extras = group_xs[4], [], []
+                (selection, _), kept, extras = group_xs[4], [], []
                 for j, (_, _, count) in enumerate(runs):
                     if count == 1:
                         x, selection, sink, kept_j, extra = layer(x, selection, sink, group_xs, j, 0)
@@ -180,7 +187,10 @@ class Decoder(nnx.Module):
                 None if pages is None or pools is not None else pages[s],
                 None if caches is None else by_group(caches[s]),
                 by_group(segment_adapters),
-                None if selections is None else selections[s],
+                (
+                    None if held.selections is None else held.selections[s],
+                    None if held.routes is None else by_group(held.routes[s]),
+                ),
                 jnp.arange(segment.repeat),
             )
             (x, sink), done = jax.lax.scan(one_group, (x, None if sinks is None else sinks[s]), xs)

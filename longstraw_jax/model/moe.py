@@ -34,11 +34,25 @@ class Router(nnx.Module):
         self.weight = parameter((d, e), axes=("fsdp", None), init=config.initializer_range, **opts)
         self.e_score_correction_bias = parameter((e,), axes=(None,), init="zeros", **opts)
 
-    def __call__(self, h: Float[Array, "N D"]) -> tuple[Int[Array, "N K"], Float[Array, "N K"], Float[Array, "N E"]]:
-        """Expert ids, their fp32 weights and the router's logits."""
+    def __call__(
+        self, h: Float[Array, "N D"], held: Int[Array, "N K"] | None = None
+    ) -> tuple[Int[Array, "N K"], Float[Array, "N K"], Float[Array, "N E"]]:
+        """Expert ids, their fp32 weights and the router's logits.
+
+        Args:
+          held: ids to take instead of the best; their weights are those of this router's scores. -1 takes none.
+        """
         c = self.config
         logits = matmul32(h, self.weight[...])
         scores = jax.nn.sigmoid(logits)
+        ids = self._best(scores) if held is None else held
+        weights = jnp.take_along_axis(scores, ids if held is None else jnp.maximum(ids, 0), axis=-1)
+        if c.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return ids, weights * c.routed_scaling_factor, logits
+
+    def _best(self, scores):
+        c = self.config
         biased = jax.lax.stop_gradient(scores + self.e_score_correction_bias[...])
         if c.n_group > 1:
             grouped = biased.reshape(-1, c.n_group, c.n_routed_experts // c.n_group)
@@ -46,11 +60,7 @@ class Router(nnx.Module):
             _, groups = jax.lax.top_k(best_two.sum(-1), c.topk_group)
             kept = jax.nn.one_hot(groups, c.n_group, dtype=bool).any(axis=1)
             biased = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(biased.shape)
-        _, ids = jax.lax.top_k(biased, c.num_experts_per_tok)
-        weights = jnp.take_along_axis(scores, ids, axis=-1)
-        if c.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-        return ids, weights * c.routed_scaling_factor, logits
+        return jax.lax.top_k(biased, c.num_experts_per_tok)[1]
 
 
 class Experts(nnx.Module):

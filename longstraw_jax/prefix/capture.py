@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt
 
 from longstraw_jax import lora, parallel, sharding
-from longstraw_jax.model import decoder, rope
+from longstraw_jax.model import choices, decoder, rope
 from longstraw_jax.model.block import Pass
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.prefix import pages
 from longstraw_jax.types import Model, Params, PrefixState
 
@@ -22,9 +23,6 @@ from longstraw_jax.types import Model, Params, PrefixState
 def _by_group(runs: list[Array], repeat: int) -> Float[Array, "R J kept W"]:
     """The kept rows of a segment's runs [L, kept, W] in the order of the layers within a group."""
     return jnp.concatenate([x.reshape(repeat, -1, *x.shape[1:]) for x in runs], axis=1)
-
-
-Selections = tuple[Int[Array, "R 1 C K"], ...]  # of a chunk: per segment what its full layers select
 
 
 def run_chunk(
@@ -37,21 +35,21 @@ def run_chunk(
     count: Int[Array, ""],
     *,
     sinks: tuple[Array, ...] | None = None,
-    selections: Selections | None = None,
-    keep_selection: bool = False,
-) -> tuple[Int[Array, "kept"], Any, Any, Any, Any]:
+    held: Choices = choices.NONE,
+    record: tuple[str, ...] = (),
+) -> tuple[Int[Array, "kept"], Any, Any, Choices, Any]:
     """The chunk that follows `prefix.length` tokens, on one device's share; for use inside a mapped body.
 
     Queries stay on their device, each layer's keys and latents are gathered for use (*gather-keys*).
 
     Args:
       count: real tokens among `ids`.
-      sinks, selections: as in Decoder.collecting; with sinks, layers are recomputed in the backward pass.
+      sinks, held: as in Decoder.collecting; with sinks, layers are recomputed in the backward pass.
+      record: kinds of choices to hand back.
 
     Returns:
       Pool rows of what this device keeps (out of bounds for what it does not); per segment its latents
-      [R, J, kept, W]; its index keys [R, kept, H], or None where selections were given; what full layers selected,
-      if asked for; the sinks.
+      [R, J, kept, W]; its index keys [R, kept, H], or None where selections are held; the chunk's choices; the sinks.
     """
     config = model.config
     chunk = ids.shape[0] * parallel.axis_size(axis)
@@ -73,13 +71,13 @@ def run_chunk(
         kernels=model.kernels,
         keep="rows",
         keep_rows=kept,
-        keep_selection=keep_selection,
+        record=record,
     )
     _, new, extras, sinks = nnx.merge(model.graphdef, base).collecting(
         ids[None],
         run,
         sinks=sinks,
-        selections=selections,
+        held=held,
         pages=tuple(zip(prefix.latents, prefix.index_keys, strict=True)),
         adapters=adapters,
         lora=model.lora,
@@ -89,17 +87,14 @@ def run_chunk(
         _by_group([latents for latents, _ in runs], pool.shape[0])
         for pool, runs in zip(prefix.latents, new, strict=True)
     )
-    chosen = tuple(runs[0]["selection"] for runs in extras) if keep_selection else None
-    return rows, latents, tuple(runs[0][1] for runs in new), chosen, sinks
+    return rows, latents, tuple(runs[0][1] for runs in new), choices.of_layers(extras, record), sinks
 
 
-def _append(model, base, adapters, state, ids, count, *, keep_selection):
-    """The state with the chunk appended, and its selections or None."""
+def _append(model, base, adapters, state, ids, count, record):
+    """The state with the chunk appended, and its choices of the kinds in `record`."""
 
     def body(axis, base, adapters, state, ids, count):
-        rows, latents, keys, chosen, _ = run_chunk(
-            model, axis, base, adapters, state, ids, count, keep_selection=keep_selection
-        )
+        rows, latents, keys, chosen, _ = run_chunk(model, axis, base, adapters, state, ids, count, record=record)
 
         def write(pool, new):
             if model.prefix_store == "host":
@@ -112,13 +107,8 @@ def _append(model, base, adapters, state, ids, count, *, keep_selection):
 
     specs = pages.prefix_specs(model.config)
     in_specs = (decoder.param_specs(model.config), lora.stored_specs(model, adapters), specs, P(sharding.AXIS), P())
-    out_specs = (specs, selection_spec())
+    out_specs = (specs, choices.specs())
     return parallel.mapped(body, model.mesh, in_specs, out_specs)(base, adapters, state, ids, count)
-
-
-def selection_spec() -> P:
-    """PartitionSpec of every segment's selection of a chunk: by query."""
-    return P(None, None, sharding.AXIS)
 
 
 @functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
@@ -131,20 +121,22 @@ def capture_chunk(
     count: Int[Array, ""],
 ) -> PrefixState:
     """Appends the first `count` of `ids` to the resident prompt. The state is donated."""
-    return _append(model, base, adapters, state, ids, count, keep_selection=False)[0]
+    return _append(model, base, adapters, state, ids, count, ())[0]
 
 
-@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
-def capture_chunk_and_selection(
+@functools.partial(jax.jit, static_argnames=("model", "record"), donate_argnames=("state",))
+def capture_chunk_and_choices(
     model: Model,
     base: Params,
     adapters: Params | None,
     state: PrefixState,
     ids: Int[Array, "C"],
     count: Int[Array, ""],
-) -> tuple[PrefixState, Selections]:
-    """`capture_chunk` that also returns what its tokens select."""
-    return _append(model, base, adapters, state, ids, count, keep_selection=True)
+    *,
+    record: tuple[str, ...],
+) -> tuple[PrefixState, Choices]:
+    """`capture_chunk` that also returns its tokens' choices [layers, 1, C, ..] of the kinds in `record`."""
+    return _append(model, base, adapters, state, ids, count, record)
 
 
 def chunk_ids(model: Model, tokens: Int[np.ndarray, "S"], chunk: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -167,7 +159,8 @@ def capture(
     fingerprint: UInt[Array, "2"],
     capacity: int | None = None,
     progress: Callable[[int], None] | None = None,
-    keep_selection: Callable[[Selections], None] | None = None,
+    record: tuple[str, ...] = (),
+    keep: Callable[[Choices], None] | None = None,
 ) -> PrefixState:
     """The resident state of a prompt's first tokens.
 
@@ -178,21 +171,23 @@ def capture(
       fingerprint: of (base, adapters), see freshness.py; kept with the state.
       capacity: tokens to make room for, by default those given; equal capacities share compiled programs.
       progress: called with the number of tokens captured after each chunk.
-      keep_selection: called with what each chunk selects: 4 x index_topk bytes a token and full layer.
+      record: kinds of choices that `keep` is called with after each chunk: selections are 4 x index_topk bytes a
+        token and full layer, routes 4 x num_experts_per_tok a token and sparse layer.
 
     Raises:
       ConfigError: more tokens than max_position_embeddings - 1.
-      ValueError: chunk, capacity or a token id out of range.
+      ValueError: chunk, capacity, a token id or a kind out of range.
     """
+    choices.check_record(record)
     tokens = np.asarray(tokens, np.int32)
     state = pages.allocate(model, room(model, tokens, chunk, capacity))
     for start, count, ids in chunk_ids(model, tokens, chunk):
         args = (model, base, adapters, state, ids, np.int32(count))
-        if keep_selection is None:
-            state = capture_chunk(*args)
+        if record:
+            state, chosen = capture_chunk_and_choices(*args, record=record)
+            keep(chosen)
         else:
-            state, chosen = capture_chunk_and_selection(*args)
-            keep_selection(chosen)
+            state = capture_chunk(*args)
         if progress is not None:
             progress(start + count)
     # Last, because a chunk donates the state it extends and the caller keeps the fingerprint.

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, UInt
 
+from longstraw_jax.model.choices import Choices
 from longstraw_jax.prefix import freshness
-from longstraw_jax.prefix.capture import Selections, capture
+from longstraw_jax.prefix.capture import capture
 from longstraw_jax.types import Model, Params, PrefixState
 
 
@@ -16,13 +17,13 @@ from longstraw_jax.types import Model, Params, PrefixState
 class Resident:
     """The prompt that is on the devices now, and the optimizer step it was captured at.
 
-    selections: on the host, of each chunk of the capture; None where they were not kept.
+    choices: on the host, of each chunk of the capture; None where none were kept.
     """
 
     tokens: np.ndarray
     prefix: PrefixState
     captured_at: int
-    selections: list[Selections] | None = None
+    choices: list[Choices] | None = None
 
 
 def refresh(
@@ -37,7 +38,7 @@ def refresh(
     capacity: int,
     step: int,
     progress: Callable[[int], None] | None = None,
-    keep_selection: bool = False,
+    record: tuple[str, ...] = (),
 ) -> Resident:
     """The resident state of a prompt: the one held if it is of this prompt and of these weights, else a new one.
 
@@ -49,18 +50,18 @@ def refresh(
         resident at a time; do not use it afterwards.
       chunk, capacity, progress: as in `capture`.
       step: optimizer steps so far, kept with a new capture.
-      keep_selection: keep on the host what each chunk selects.
+      record: kinds of choices of each chunk to keep on the host.
 
     Raises:
       ConfigError, ValueError: as `capture`.
     """
     expected = freshness.weights_fingerprint(base_fingerprint, adapters)
     if held is not None:
-        if _is_current(held, tokens, expected) and (held.selections is not None or not keep_selection):
+        if _is_current(held, tokens, expected) and (held.choices is not None or not record):
             return held
         for pool in jax.tree.leaves((held.prefix.latents, held.prefix.index_keys)):
             pool.delete()
-    kept: list[Selections] = []
+    kept: list[Choices] = []
     prefix = capture(
         model,
         base,
@@ -70,9 +71,10 @@ def refresh(
         fingerprint=expected,
         capacity=capacity,
         progress=progress,
-        keep_selection=(lambda chosen: kept.append(jax.device_get(chosen))) if keep_selection else None,
+        record=record,
+        keep=lambda chosen: kept.append(jax.device_get(chosen)),
     )
-    return Resident(tokens, jax.block_until_ready(prefix), step, kept if keep_selection else None)
+    return Resident(tokens, jax.block_until_ready(prefix), step, kept if record else None)
 
 
 def _is_current(held: Resident, tokens: np.ndarray, expected: UInt[Array, "2"]) -> bool:

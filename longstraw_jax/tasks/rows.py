@@ -20,7 +20,9 @@ from longstraw_jax.tasks.retrieval import Task
 BANDS = {"early": (0.05, 0.15), "middle": (0.45, 0.55), "late": (0.85, 0.95)}
 POSITIONS = (*BANDS, "beyond")
 DEPTH_BAND = 0.1  # width of the band around a stated depth
-WORDS_BELOW = 32_768  # tokens; longer prompts are filled by lines, which are fewer to count
+WORDS_BELOW = 32_768  # tokens; longer prompts are filled by lines, which are fewer
+# Characters counted at once; within them a word or line has its share of the tokens.
+SHORT_PIECE, LONG_PIECE = 1_000, 65_536
 TAIL_CHARACTERS = 2_000  # counted again for each trial of a padding
 MOST_TRIALS = 64
 # Tried in this order until the length is exact: a word of one token in most vocabularies, then single bytes.
@@ -95,11 +97,9 @@ def make(
     Raises:
       PromptError: the position is not in the prompt, or the length cannot be met.
     """
-    message = _fitted(task, reader, source, tokens, band(position, tokens, reader.native_window), seed)
-    prompt = [{"role": "user", "content": message}]
-    ids = reader.ids(prompt)
+    prompt, ids = _fitted(task, reader, source, tokens, band(position, tokens, reader.native_window), seed)
     rendered = prompt_lib.render_chat(prompt, reader.template)
-    places = [_at(rendered, line, reader.tokenizer) for line in task.evidence]
+    places = _found(rendered, task.evidence, reader.tokenizer)
     if position == "beyond" and min(start for start, _ in places) < reader.native_window:
         raise PromptError(
             f"tokens={tokens}: evidence at {places} begins within the native {reader.native_window}; accepted: more"
@@ -135,8 +135,8 @@ def _rendered(text: str, task: Task, template: ChatTemplate) -> str:
 
 def _fitted(
     task: Task, reader: Reader, source: payload.Source, tokens: int, span: tuple[float, float], seed: int
-) -> str:
-    """The user's message of exactly the wanted length."""
+) -> tuple[list[dict[str, str]], np.ndarray]:
+    """The messages and their ids, of exactly the wanted length."""
 
     def size(text: str) -> int:
         return len(reader.tokenizer.encode(_rendered(text, task, reader.template)))
@@ -152,16 +152,19 @@ def _fitted(
     units, ends = _filler(source, reader.tokenizer, tokens - least, seed, whole_lines=tokens >= WORDS_BELOW)
     count, most = int(np.searchsorted(ends, tokens - least, side="right")), len(units)
     for _ in range(MOST_TRIALS):
-        text = _woven(units[:count], ends[:count], places, lengths, tokens - least)
+        text = _woven(units[:count], ends[:count], places, lengths)
         left = tokens - size(text)
-        # Words are not always as many tokens in their place as alone.
+        # The running sum is an estimate.
         fitting = int(np.searchsorted(ends, left + (ends[count - 1] if count else 0), side="right"))
         if left < 0:
             most = count - 1
         elif min(fitting, most) <= count:
             padding = _padding(text, task, reader.tokenizer, left)
-            if padding is not None and size(text + padding) == tokens:
-                return text + padding + DOCUMENT_SEPARATOR + task.question
+            if padding is not None:
+                content = text + padding + DOCUMENT_SEPARATOR + task.question
+                prompt = [{"role": "user", "content": content}]
+                if (ids := reader.ids(prompt)).size == tokens:
+                    return prompt, ids
             most = count - 1
         count = min(fitting, most)
         if count < 0:
@@ -174,17 +177,18 @@ def _filler(
 ) -> tuple[list[str], np.ndarray]:
     """Words with the space before them, or lines: more than `room` tokens of them, and the running sum of tokens."""
     units: list[str] = []
-    sizes: list[int] = []
-    pieces, total = payload.pieces(source, seed, [0]), 0
-    while total < 1.25 * room + 64:
-        piece = next(pieces)
-        for unit in piece.splitlines(keepends=True) if whole_lines else re.findall(r"\s*\S+", piece):
-            units.append(unit)
-            sizes.append(len(tokenizer.encode(unit)))
-            total += sizes[-1]
-            if total >= 1.25 * room + 64:
-                break
-    return units, np.cumsum(sizes)
+    sizes: list[float] = []
+    total, length = 0, LONG_PIECE if whole_lines else SHORT_PIECE
+    for text in payload.pieces(source, seed, [0]):
+        for start in range(0, len(text), length):
+            piece = text[start : start + length]
+            count = len(tokenizer.encode(piece))
+            here = piece.splitlines(keepends=True) if whole_lines else re.findall(r"\s*\S+|\s+", piece)
+            units += here
+            sizes += [count * len(unit) / len(piece) for unit in here]
+            total += count
+            if total >= 1.05 * room + 64:
+                return units, np.cumsum(sizes)
 
 
 def _padding(text: str, task: Task, tokenizer: Tokenizer, left: int) -> str | None:
@@ -215,18 +219,22 @@ def _places(task: Task, span: list[float], room: int, seed: int) -> list[tuple[f
     return sorted(placed, key=lambda place: place[0])
 
 
-def _woven(units: list[str], ends: np.ndarray, places: list[tuple[float, str]], lengths: list[int], room: int) -> str:
-    """The filler, which takes up `room` tokens, with every line in its place."""
+def _woven(units: list[str], ends: np.ndarray, places: list[tuple[float, str]], lengths: list[int]) -> str:
+    """The filler with every line in its place."""
     parts, done, before = [], 0, 0
-    stretch = ends[-1] / max(room, 1) if ends.size else 1.0  # words alone may be more tokens than in their place
     for (at, line), length in zip(places, lengths, strict=True):
-        upto = max(int(np.searchsorted(ends, (at - before) * stretch, side="right")), done)
+        upto = max(int(np.searchsorted(ends, at - before, side="right")), done)
         parts += [*units[done:upto], f"\n{line}\n"]
         done, before = upto, before + length
     return "".join([*parts, *units[done:]])
 
 
-def _at(rendered: str, line: str, tokenizer: Tokenizer) -> list[int]:
-    """First and last + 1 token of a line."""
-    before = rendered.index(line)
-    return [len(tokenizer.encode(rendered[:end])) for end in (before, before + len(line))]
+def _found(rendered: str, lines: tuple[str, ...], tokenizer: Tokenizer) -> list[list[int]]:
+    """First and last + 1 token of each line, which newlines keep apart from what is around them."""
+    starts = {line: rendered.index(line) for line in lines}
+    places, counted, before = {}, 0, 0
+    for line in sorted(lines, key=starts.get):
+        before += len(tokenizer.encode(rendered[counted : starts[line]]))
+        counted = starts[line]
+        places[line] = [before, before + len(tokenizer.encode(line))]
+    return [places[line] for line in lines]

@@ -31,7 +31,7 @@ from longstraw_jax import command, exact_gradient, lora, replay, rollout, train
 from longstraw_jax import config as config_lib
 from longstraw_jax.evidence import kernels, memory, parity, receipt
 from longstraw_jax.io import adapter, hf_checkpoint
-from longstraw_jax.io.whole_file import write_whole
+from longstraw_jax.io.whole_file import open_whole, write_whole
 from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, refresh
 from longstraw_jax.rl import advantages
@@ -86,7 +86,7 @@ def prepare(values: Any, folder: pathlib.Path) -> None:
     for size in groups:
         rewards, one = jnp.asarray(rng.random(size), jnp.float32), jnp.zeros(size, jnp.int32)
         rows[f"advantages_{size}"] = np.asarray(advantages.group_advantages(rewards, one, num_groups=1))
-    with (folder / ROWS).open("wb") as file:
+    with open_whole(folder / ROWS) as file:
         np.savez(file, **rows)
     _write_json(folder / SLICE, asked)  # last: with it the folder is whole
 

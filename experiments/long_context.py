@@ -42,7 +42,7 @@ from longstraw_jax.types import Model, Params, PrefixState
 PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax")
 MATMUL = 8192  # of the matrix product that the rates are told beside
 LINK = 2**30  # bytes of the copy from the host that they are told beside
-COMPILED = "/jax/core/compile/backend_compile_duration"
+COMPILING = "/jax/core/compile/"  # tracing, lowering and compiling, as jax.monitoring tells them
 EXHAUSTED = ("RESOURCE_EXHAUSTED", "Out of memory")
 
 
@@ -70,12 +70,13 @@ class Phases:
         self.rows: list[dict[str, Any]] = []
         self.matmul_rate, self.link_rate, self.done = matmul_rate, link_rate, done
         self.current: str | None = None
-        self.compiling = 0.0
+        self.compiling: list[tuple[float, float]] = []
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, seconds: float, **_: Any) -> None:
-        if event == COMPILED:
-            self.compiling += seconds
+        if event.startswith(COMPILING):
+            now = time.perf_counter()
+            self.compiling.append((now - seconds, now))
 
     def run(self, name: str, action: Callable[[], Any], **work: float) -> Any:
         """Runs and times `action`, its results included. See `add` for `work`."""
@@ -88,7 +89,7 @@ class Phases:
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
         """What runs here is the phase; a device that is full says so with its name. Raises MemoryError."""
-        self.current, self.compiling = name, 0.0
+        self.current, self.compiling = name, []
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -106,10 +107,11 @@ class Phases:
         """A phase that took `seconds`, compilation included, for so many tokens, FLOPs and bytes from the host."""
         floors = [flops / self.matmul_rate] if flops and self.matmul_rate else []
         floors += [link_bytes / self.link_rate] if link_bytes and self.link_rate else []
+        compiling = covered(self.compiling)
         row = {
             "phase": name,
-            "seconds": max(seconds - self.compiling, 0.0),
-            "compile_seconds": self.compiling,
+            "seconds": max(seconds - compiling, 0.0),
+            "compile_seconds": compiling,
             "floor_seconds": max(floors, default=None),
             "peak_bytes": memory.peak_bytes()[0],
             "held_bytes": _held_bytes(),
@@ -120,6 +122,15 @@ class Phases:
         self.rows.append(row)
         print(line(row), flush=True)
         self.done(self.rows)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of spans: programs are traced within programs."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(last - max(first, end), 0.0)
+        end = max(end, last)
+    return total
 
 
 def _held_bytes() -> int | None:

@@ -131,6 +131,18 @@ def test_a_full_device_names_the_phase_and_what_to_change():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
+def test_compilation_within_compilation_counts_once():
+    assert long_context.covered([]) == 0
+    assert long_context.covered([(5.0, 6.0), (0.0, 3.0), (1.0, 2.0), (2.5, 4.0)]) == 5.0
+
+
+def test_a_phase_tells_its_compilation_apart():
+    phases = long_context.Phases(None)
+    phases.run("first", lambda: jax.jit(lambda x: x * 3 + 1)(np.arange(3)))
+    phases.run("second", lambda: np.arange(3))
+    assert phases.rows[0]["compile_seconds"] > 0 == phases.rows[1]["compile_seconds"]
+
+
 def test_a_phase_s_floor_is_the_slower_of_products_and_link(capsys):
     phases = long_context.Phases(1e12, 1e9)
     phases.add("capture", 8.0, tokens=10, flops=2e12, link_bytes=3e9)

@@ -62,9 +62,13 @@ def numpy_selection(module, h, qr, turn=turn_pairs, relu=True):
 
 
 def selection(module, h, qr, cos, sin):
-    q, w, k = module(h, qr, cos, sin)
-    causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
-    _, ids = indexer_topk.select(indexer_topk.index_scores(q[0], w[0], k[0]), causal, K)
+    @jax.jit
+    def run(h, qr):
+        q, w, k = module(h, qr, cos, sin)
+        causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+        return indexer_topk.select(indexer_topk.index_scores(q[0], w[0], k[0]), causal, K)
+
+    _, ids = run(h, qr)
     return [set(row[row >= 0].tolist()) for row in np.asarray(ids)]
 
 

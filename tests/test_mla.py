@@ -26,7 +26,7 @@ def build(config=CONFIG):
 def projected(module, pairs):
     h = jax.random.normal(jax.random.key(1), (1, TOKENS, CONFIG.hidden_size))
     tables = rope.cos_sin(jnp.arange(TOKENS)[None], CONFIG.rope_parameters, CONFIG.qk_rope_head_dim)
-    return module.project(h, *tables, pairs)
+    return jax.jit(lambda h: module.project(h, *tables, pairs))(h)
 
 
 def kv_b_pair(gate=None):
@@ -44,14 +44,19 @@ def test_absorbed_equals_expanded(pairs):
     """Value and nope widths differ, so a mixed-up split of kv_b shows."""
     module = build()
     _, q_nope, q_pe, latent = projected(module, pairs)
-    k, v = module.expand(latent, pairs)
-    expanded = jnp.einsum("tnh,snh->tns", jnp.concatenate([q_nope, q_pe], -1)[0], k[0])
-    absorbed = jnp.einsum("tnw,sw->tns", module.absorb(q_nope, q_pe, pairs)[0], latent[0])
-    np.testing.assert_allclose(absorbed, expanded, rtol=1e-4, atol=1e-4)
-    weights = softmax_values(expanded, jnp.eye(TOKENS))
-    want = jnp.einsum("tns,snv->tnv", weights, v[0])
-    attended = jnp.einsum("tns,sr->tnr", weights, latent[0, :, :12])
-    np.testing.assert_allclose(module.unabsorb(attended[None], pairs)[0], want, rtol=1e-4, atol=1e-4)
+
+    @jax.jit
+    def forms(q_nope, q_pe, latent):
+        k, v = module.expand(latent, pairs)
+        expanded = jnp.einsum("tnh,snh->tns", jnp.concatenate([q_nope, q_pe], -1)[0], k[0])
+        absorbed = jnp.einsum("tnw,sw->tns", module.absorb(q_nope, q_pe, pairs)[0], latent[0])
+        weights = softmax_values(expanded, jnp.eye(TOKENS))
+        want = jnp.einsum("tns,snv->tnv", weights, v[0])
+        attended = jnp.einsum("tns,sr->tnr", weights, latent[0, :, :12])
+        return (absorbed, expanded), (module.unabsorb(attended[None], pairs)[0], want)
+
+    for found, want in forms(q_nope, q_pe, latent):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
 def test_gated_tokens_see_no_update():

@@ -33,7 +33,7 @@ from ml_collections import ConfigDict, config_flags
 
 from longstraw_jax import fingerprint, sampling, train
 from longstraw_jax.command import fail, parse_flags
-from longstraw_jax.evidence import position_eval, receipt
+from longstraw_jax.evidence import attended, position_eval, receipt
 from longstraw_jax.io import adapter, checkpoint, data
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.prefix import capture, freshness
@@ -100,6 +100,8 @@ def check_decode(values: Any) -> None:
     if values.samples < 1 or (values.temperature == 0 and values.samples != 1):
         accepted = "1, as greedy responses are all alike" if values.temperature == 0 else "at least 1"
         raise ValueError(f"samples={values.samples} with temperature={values.temperature}; accepted: {accepted}")
+    if values.attended_bins < 0:
+        raise ValueError(f"attended_bins={values.attended_bins}; accepted: 0 (none) or more")
     if not values.scores:
         raise ValueError("scores is empty; accepted: names of reward functions, see rl/rewards.py")
 
@@ -117,7 +119,28 @@ def load_adapters(job: train_grpo.Job, folder: str | None) -> Params | None:
     return checkpoint.restore(path / "checkpoints", like, expected={"base": job.base_sha})[0].adapters
 
 
-def decoder_of(job: train_grpo.Job, adapters: Params | None, values: Any, spent: dict[str, float]):
+class Attended:
+    """Histograms of the prompt positions that responses selected, summed over the longest prompts."""
+
+    def __init__(self, bins: int, tokens: int):
+        self.bins, self.tokens, self.counts, self.queries = bins, tokens, 0, 0
+
+    def add(self, samples: sampling.Samples, tokens: int) -> None:
+        """Counts one prompt's group, if the prompt is of the longest."""
+        if self.bins and tokens == self.tokens:
+            self.counts = self.counts + attended.layer_histograms(samples.choices.selections, tokens, self.bins)
+            self.queries += int(np.asarray(samples.lengths).sum())
+
+    def write(self, folder: pathlib.Path, job: train_grpo.Job) -> None:
+        """Writes positions.npz, if anything was counted."""
+        if self.queries:
+            layers = np.asarray(attended.full_layers(job.model.config))
+            attended.write_positions(folder, self.counts, layers, prompt_tokens=self.tokens, queries=self.queries)
+
+
+def decoder_of(
+    job: train_grpo.Job, adapters: Params | None, values: Any, spent: dict[str, float], selected: Attended
+) -> position_eval.Decode:
     """What decodes a prompt's responses from its captured state, as training's rollout does."""
     words = freshness.policy_fingerprint(job.model, job.base_sha)
     # In `frozen` mode the adapter acts from the boundary token on.
@@ -136,9 +159,10 @@ def decoder_of(job: train_grpo.Job, adapters: Params | None, values: Any, spent:
             job.model, job.base, adapters, prefix, int(ids[-1]),
             jax.random.fold_in(jax.random.key(values.seed), number),
             group=values.samples, max_new_tokens=job.policy.max_new_tokens, temperature=values.temperature,
-            top_p=values.top_p, eos_ids=job.policy.eos_ids,
+            top_p=values.top_p, eos_ids=job.policy.eos_ids, record=("selections",) if selected.bins else (),
         )  # fmt: skip
         tokens, lengths, truncated = (np.asarray(x) for x in (samples.tokens, samples.lengths, samples.truncated))
+        selected.add(samples, ids.size)
         spent["capture"] += captured - started
         spent["sample"] += time.perf_counter() - captured
         return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)], (~truncated).tolist()
@@ -179,6 +203,7 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
     check_prompts(prompts, job.dataset, job.build, values)
     adapters = load_adapters(job, values.adapter)
     spent = {"capture": 0.0, "sample": 0.0}
+    selected = Attended(values.attended_bins, job.policy.capacity)
     started = time.perf_counter()
     resolved = train_grpo.plain(config)
     adapter_words = None if adapters is None else fingerprint.tree_fingerprint(adapters)
@@ -202,7 +227,7 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
     results = position_eval.evaluate(
         job.dataset.rows,
         job.build,
-        decoder_of(job, adapters, values, spent),
+        decoder_of(job, adapters, values, spent, selected),
         job.text,
         scorer_of(job),
         done=done,
@@ -231,6 +256,7 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
         seconds=spent | {"evaluation": time.perf_counter() - started},
     )
     partial.unlink()
+    selected.write(out.parent, job)
     write_whole(out.with_suffix(".txt"), position_eval.format_table(made).encode("utf-8"))
     return made
 
@@ -265,6 +291,9 @@ if __name__ == "__main__":
     flags.DEFINE_float("temperature", 0.0, "0: greedy.")
     flags.DEFINE_float("top_p", 1.0, "Of sampling.")
     flags.DEFINE_integer("seed", 0, "Of sampling.")
+    flags.DEFINE_integer(
+        "attended_bins", 0, "Parts of the longest prompts to count attention in: positions.npz; 0: none."
+    )
     flags.DEFINE_list("tokens", [], "New prompts: exact tokens; several lengths may be named.")
     flags.DEFINE_integer("control_tokens", 0, "New prompts: tokens of the control in the native window; 0: none.")
     flags.DEFINE_list("kinds", list(retrieval.KINDS), "New prompts: of " + ", ".join(retrieval.KINDS) + ".")

@@ -1,8 +1,10 @@
 """The histogram of attended prompt positions and its file."""
 
+import hf_folders
 import numpy as np
 import pytest
 
+from longstraw_jax import config as config_lib
 from longstraw_jax.evidence import attended
 
 
@@ -15,6 +17,14 @@ def test_every_prompt_token_falls_in_its_part_and_the_rest_in_none():
 
 def test_long_prompts_do_not_overflow():
     assert attended.position_histogram(np.array([2**22 - 1], np.int32), 2**22, 2048)[-1] == 1
+
+
+def test_layers_follow_one_another_over_the_segments():
+    first = np.array([[[[0, 9]]]], np.int32)  # one layer, one row, one token, two keys
+    second = np.array([[[[4, -1]]], [[[5, 5]]]], np.int32)
+    assert attended.layer_histograms((first, second), 10, 2).tolist() == [[1, 1], [1, 0], [0, 2]]
+    raw = hf_folders.RAW | {"indexer_types": ["full"] * 3 + ["shared"] * 2}
+    assert attended.full_layers(config_lib.model_config_from_hf(raw)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("bins", [0, 11])

@@ -8,7 +8,7 @@ import pytest
 import tiny_jobs
 
 from longstraw_jax import fingerprint, lora
-from longstraw_jax.evidence import position_eval
+from longstraw_jax.evidence import attended, position_eval
 from longstraw_jax.io import adapter
 
 import eval_positions  # isort: skip
@@ -18,7 +18,7 @@ FLAGS = {
     "prompts": None, "out": None, "adapter": None, "scores": ["exact_match", "digit_share"], "samples": 1,
     "temperature": 0.0, "top_p": 1.0, "seed": 0, "tokens": ["400"], "control_tokens": 230, "kinds": ["needle"],
     "positions": ["early", "beyond"], "distractors": 0, "digits": 4, "seeds": 1, "first_seed": 0, "native_window": 0,
-    "text": "python",
+    "text": "python", "attended_bins": 0,
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(folder):
-    return eval_positions.run(tiny_jobs.config(**CHANGES), values(folder))
+    return eval_positions.run(tiny_jobs.config(**CHANGES), values(folder, attended_bins=20))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,15 @@ def test_the_receipt_tells_every_prompt_by_position(base, folder):
     assert not list(folder.glob("*.partial.jsonl"))
 
 
+def test_the_positions_that_answers_attended_to_are_counted(base, folder):
+    found = attended.read_positions(folder)
+    tokens = [sample["tokens"] for row in base["rows"][:2] for sample in row["samples"]]
+    assert found["layers"].tolist() == [0] and int(found["prompt_tokens"]) == 400
+    assert int(found["queries"]) == sum(tokens) and found["counts"].shape == (1, 20)
+    # Each of a response's tokens selects 16 keys, of which at most its own and those before it are no prompt tokens.
+    assert sum(n * (16 - n) for n in tokens) <= found["counts"].sum() <= 16 * sum(tokens)
+
+
 def test_an_adapter_is_compared_on_the_same_prompts(base, adapted):
     made, words = adapted
     assert made["adapter"]["fingerprint"] == words
@@ -86,6 +95,7 @@ def test_an_adapter_is_compared_on_the_same_prompts(base, adapted):
         ({"prompts": "gone.jsonl", "tokens": []}, "prompts='gone.jsonl' does not exist; accepted"),
         ({"prompts": "new.jsonl", "control_tokens": 300}, "control_tokens=300; accepted: .* at most the native 256"),
         ({"scores": []}, "scores is empty"),
+        ({"attended_bins": -1}, "attended_bins=-1; accepted: 0 .none. or more"),
     ],
 )
 def test_what_makes_no_sense_is_refused(base, folder, changes, said):

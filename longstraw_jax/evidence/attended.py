@@ -7,10 +7,12 @@ positions.npz holds `counts` int64 [L, bins], `layers` int32 [L] (the full layer
 import os
 import pathlib
 import zipfile
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
+from longstraw_jax.config import ModelConfig
 from longstraw_jax.io.whole_file import open_whole
 
 POSITIONS_FILE = "positions.npz"
@@ -36,6 +38,19 @@ def position_histogram(selected: Int[np.ndarray, "... K"], prompt_tokens: int, b
     ids = np.asarray(selected, np.int64).reshape(-1)
     ids = ids[(ids >= 0) & (ids < prompt_tokens)]
     return np.bincount(ids * bins // prompt_tokens, minlength=bins).astype(np.int64)
+
+
+def layer_histograms(
+    selections: Sequence[Int[np.ndarray, "R B T K"]], prompt_tokens: int, bins: int
+) -> Int[np.ndarray, "L bins"]:
+    """`position_histogram` of each full layer, from the selections that sampling recorded (`choices.Choices`)."""
+    layers = [layer for segment in selections for layer in np.asarray(segment)]
+    return np.stack([position_histogram(layer, prompt_tokens, bins) for layer in layers])
+
+
+def full_layers(config: ModelConfig) -> list[int]:
+    """Numbers of the layers that select, in the order of their selections."""
+    return [segment.layer_index(index, 0) for segment in config.segments() for index in range(segment.repeat)]
 
 
 def write_positions(

@@ -46,26 +46,32 @@ def loss(run, hidden, head, a, b, targets):
     return (weight * logp).sum() + (weight[::-1] ** 2 * entropy).sum()
 
 
+def gradients(run, argnums):
+    return jax.jit(jax.grad(functools.partial(loss, run), argnums))
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_values_and_gradients_equal_log_softmax(implementation, small_blocks):
     hidden, head, a, b, targets = inputs()
     run = functools.partial(chunked, implementation=implementation)
-    for got, want in zip(run(*inputs()[:4], targets, 0.5, 0.7), dense(*inputs()[:4], targets, 0.5, 0.7), strict=True):
+    found, wanted = (jax.jit(lambda *x, f=f: f(*x, targets, 0.5, 0.7))(hidden, head, a, b) for f in (run, dense))
+    for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    got = jax.grad(functools.partial(loss, run), (0, 1, 2, 3))(hidden, head, a, b, targets)
-    want = jax.grad(functools.partial(loss, dense), (0, 1, 2, 3))(hidden, head, a, b, targets)
+    got = gradients(run, (0, 1, 2, 3))(hidden, head, a, b, targets)
+    want = gradients(dense, (0, 1, 2, 3))(hidden, head, a, b, targets)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_inputs_keep_the_update_fp32(small_blocks):
     hidden, head, a, b, targets = inputs(jnp.bfloat16)
-    logp, entropy = chunked(hidden, head, a, b, targets, 0.5, 0.7)
-    want = dense(hidden, head, a, b, targets, 0.5, 0.7)
+    (logp, entropy), want = (
+        jax.jit(lambda *x, f=f: f(*x, targets, 0.5, 0.7))(hidden, head, a, b) for f in (chunked, dense)
+    )
     np.testing.assert_allclose(logp, want[0], atol=2e-4)  # a bf16 update would be off by some 1e-2
     np.testing.assert_allclose(entropy, want[1], atol=2e-4)
-    got = jax.grad(functools.partial(loss, chunked), (0, 2, 3))(hidden, head, a, b, targets)
-    want = jax.grad(functools.partial(loss, dense), (0, 2, 3))(hidden, head, a, b, targets)
+    got = gradients(chunked, (0, 2, 3))(hidden, head, a, b, targets)
+    want = gradients(dense, (0, 2, 3))(hidden, head, a, b, targets)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype
         error = np.linalg.norm(np.asarray(x - y, np.float64)) / np.linalg.norm(np.asarray(y, np.float64))

@@ -46,6 +46,15 @@ def small_integers(seed, queries, keys, heads=HEADS):
     return jnp.asarray(q, jnp.bfloat16), jnp.asarray(w, jnp.float32), jnp.asarray(k, jnp.bfloat16), scores
 
 
+def index_topk(q, w, keys, limit, k, *, page_table=None, implementation="auto"):
+    """Under jit: one program instead of one an operation. A new one each time, as some tests change the blocks."""
+
+    def run(q, w, keys, limit, page_table):
+        return api.index_topk(q, w, keys, limit, k, page_table=page_table, implementation=implementation)
+
+    return jax.jit(run)(q, w, keys, jnp.asarray(limit), page_table)
+
+
 def check(result, scores, limit, k):
     found, ids, count = map(np.asarray, result)
     want = sorted_ids(scores, limit, k)
@@ -97,16 +106,14 @@ def test_pages_out_of_order_and_a_partly_filled_last_page(implementation, heads,
     scores = scores.reshape(11, 5, 64)[:, table].reshape(11, -1)
     limit = np.arange(11) * 34 + 13
     pages = keys.reshape(5, 64, DIM)
-    result = api.index_topk(
-        q, w, pages, jnp.asarray(limit), 7, page_table=jnp.asarray(table), implementation=implementation
-    )
+    result = index_topk(q, w, pages, limit, 7, page_table=jnp.asarray(table), implementation=implementation)
     check(result, scores, limit, 7)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_one_query_and_fewer_keys_than_k(implementation):
     q, w, keys, scores = small_integers(3, 1, 70)
-    check(api.index_topk(q, w, keys, jnp.asarray([70]), 100, implementation=implementation), scores, [70], 100)
+    check(index_topk(q, w, keys, [70], 100, implementation=implementation), scores, [70], 100)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
@@ -115,7 +122,7 @@ def test_scores_agree_with_fp64_and_belong_to_their_ids(implementation):
     q, k = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((9, 32, 128), (192, 128)))
     w = jnp.asarray(rng.standard_normal((9, 32)), jnp.float32)
     limit = np.asarray([192, 1, 0, 64, 65, 100, 192, 5, 150])
-    found, ids, _ = map(np.asarray, api.index_topk(q, w, k, jnp.asarray(limit), 6, implementation=implementation))
+    found, ids, _ = map(np.asarray, index_topk(q, w, k, limit, 6, implementation=implementation))
     exact = [np.asarray(x, np.float64) for x in (q, w, k)]
     scores = (exact[1][..., None] * np.maximum(np.einsum("tih,sh->tis", exact[0], exact[2]), 0)).sum(1)
     np.testing.assert_array_equal(ids, sorted_ids(scores, limit, 6))
@@ -161,7 +168,7 @@ def test_long_rows_are_read_in_blocks(monkeypatch):
     limit = np.asarray([300, 0, 7, 31, 32, 33, 299, 200, 64, 65])
     monkeypatch.setattr(reference, "QUERIES", 4)
     monkeypatch.setattr(reference, "KEYS", 32)
-    check(api.index_topk(q, w, keys, jnp.asarray(limit), 9, implementation="reference"), scores, limit, 9)
+    check(index_topk(q, w, keys, limit, 9, implementation="reference"), scores, limit, 9)
 
 
 def test_fp32_inputs_keep_their_precision():
@@ -171,7 +178,7 @@ def test_fp32_inputs_keep_their_precision():
     assert api.backend(q, k, 5) == "reference"
     scores = (w[..., None] * np.maximum(np.einsum("tih,sh->tis", *(x.astype(np.float64) for x in (q, k))), 0)).sum(1)
     limit = np.full(4, 50)
-    found, ids, _ = api.index_topk(*map(jnp.asarray, (q, w, k, limit)), 5)
+    found, ids, _ = index_topk(q, w, k, limit, 5)
     np.testing.assert_array_equal(ids, sorted_ids(scores, limit, 5))
     np.testing.assert_allclose(found, np.take_along_axis(scores, np.asarray(ids), 1), rtol=1e-5, atol=1e-5)
 

@@ -216,7 +216,7 @@ def _attend_grads(q, keys, tail, ids, length, value):
         weights = jnp.where(some, jax.nn.softmax(logits), 0.0)
         return (jnp.einsum("tns,sr->tnr", weights, every[:, :value]) ** 2).sum()
 
-    return jax.grad(loss, (0, 1, 2))(q, keys, tail)
+    return jax.jit(jax.grad(loss, (0, 1, 2)))(q, keys, tail)
 
 
 # Experts: 64 tokens, two experts each, of 32 with a low-rank pair on every matrix.
@@ -256,12 +256,24 @@ def _experts(devices, load=2.0):
 
     def loss(x, weights, experts, pairs, ids, gate):
         y = run(x, ids, weights, experts, pairs, gate)
-        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
+        return _weighed(y), y
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 3), has_aux=True))  # the experts' own weights are constants
 
 
+def _weighed(y):
+    return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum()
+
+
 @jax.jit
+def _dense_gradients(x, weights, experts, pairs, ids, gate):
+    def loss(x, weights, pairs):
+        y = _dense_experts(x, weights, experts, pairs, ids, gate)
+        return _weighed(y), y
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, weights, pairs)
+
+
 def _dense_experts(x, weights, experts, pairs, ids, gate):
     """Every token through every expert, then the chosen ones weighed."""
 
@@ -283,10 +295,9 @@ def test_e5_experts_and_their_gradients_equal_the_dense_form(routing, devices):
     x, weights, experts, pairs = expert_arguments()
     gate = np.arange(TOKENS) % 5 > 0
     (_, found), grads = _experts(devices)(x, weights, experts, pairs, ids, gate)
-    want, pull = jax.vjp(lambda x, w, pairs: _dense_experts(x, w, experts, pairs, ids, gate), x, weights, pairs)
+    (_, want), wanted_grads = _dense_gradients(x, weights, experts, pairs, ids, gate)
     np.testing.assert_allclose(found, want, atol=1e-5 * max(1.0, np.abs(want).max()))
-    seed = jnp.cos(jnp.arange(want.size).reshape(want.shape))
-    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(pull(seed)), strict=True):
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5 * max(1.0, np.abs(wanted).max()))
     nowhere = (ids == EXPERTS).all(-1)
     assert (np.asarray(found)[nowhere] == 0).all() and (np.asarray(grads[0])[nowhere] == 0).all()
@@ -311,10 +322,9 @@ def test_e5_any_imbalance_takes_passes_and_drops_nothing(devices, routing, load)
     _, _, experts, pairs = expert_arguments()
     gate = rng.random(4 * MANY) < 0.8
     (_, found), grads = _experts(devices, load)(x, weights, experts, pairs, ids, gate)
-    want, pull = jax.vjp(lambda x, w, pairs: _dense_experts(x, w, experts, pairs, ids, gate), x, weights, pairs)
+    (_, want), wanted_grads = _dense_gradients(x, weights, experts, pairs, ids, gate)
     np.testing.assert_allclose(found, want, atol=1e-5 * max(1.0, np.abs(want).max()))
-    seed = jnp.cos(jnp.arange(want.size).reshape(want.shape))
-    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(pull(seed)), strict=True):
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5 * max(1.0, np.abs(wanted).max()))
 
 

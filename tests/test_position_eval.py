@@ -120,6 +120,13 @@ def test_a_receipt_that_breaks_its_schema_is_not_written(results, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_score_outside_of_0_to_1_ends_it_at_once():
+    with pytest.raises(ValueError, match="score s is -1.0 for row 0; accepted: scores from 0 to 1"):
+        position_eval.evaluate(
+            ROWS, lambda prompt: np.arange(9), lambda *_: ([[EOS]], [True]), lambda ids: "", lambda *_: {"s": [-1.0]}
+        )
+
+
 def test_a_stopped_evaluation_goes_on_after_its_last_result(results, tmp_path):
     path = tmp_path / "partial.jsonl"
     assert position_eval.resume(path, SHA) == []

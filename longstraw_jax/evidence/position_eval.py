@@ -54,6 +54,9 @@ def evaluate(
 
     Returns:
       A result a row, as positions.schema.json defines it.
+
+    Raises:
+      ValueError: a score outside 0 to 1.
     """
     results = list(done)
     for number, row in enumerate(rows[len(results) :], start=len(results)):
@@ -61,6 +64,9 @@ def evaluate(
         responses, stopped = decode(ids, number)
         texts = [to_text(response) for response in responses]
         scores = score(row, responses, texts)
+        for name, values in scores.items():
+            if bad := [value for value in values if value is not None and not 0 <= value <= 1]:
+                raise ValueError(f"score {name} is {bad[0]} for row {row['id']}; accepted: scores from 0 to 1")
         info = row["columns"].get("extra_info") or {}
         result = {
             "id": row["id"],
@@ -68,7 +74,7 @@ def evaluate(
             "position": CONTROL if info.get("control") else str(info.get("position", NO_POSITION)),
             "tokens": int(ids.size),
             "evidence_at": info.get("evidence_at"),
-            "answer": row["columns"]["ground_truth"],
+            "answer": str(row["columns"]["ground_truth"]),
             "samples": [
                 {
                     "text": text,

@@ -201,7 +201,7 @@ def _costs(steps: Sequence[Step]) -> str:
     sums = [sum(values) for values in zip(*parts.values(), strict=True)] or [0.0]
     top, note = max(sums) or 1.0, ""
     if top > SLOW_STEP * (middle := statistics.median(sums)) > 0:
-        note, top = f" (cut off; the slowest step took {number(top, 's')})", CUT * middle
+        note, top = f" (cut off; the slowest took {number(top, 's')})", CUT * middle
     rows = []
     for phase in dict.fromkeys(name for step in steps for name in step["seconds"]):
         values = [step["seconds"][phase] for step in steps if phase in step["seconds"]]

@@ -27,11 +27,12 @@ from tqdm import tqdm
 from longstraw_jax import fingerprint, interrupt, job_config, launch, lora, rollout, sharding, train
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import kernels, memory, plots, prerequisites, receipt
-from longstraw_jax.evidence.step_record import rollout_tokens, step_record
-from longstraw_jax.io import adapter, checkpoint, data, hf_checkpoint, metrics, samples
+from longstraw_jax.evidence.step_record import step_record
+from longstraw_jax.io import adapter, checkpoint, hf_checkpoint, metrics, samples
 from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.prefix import freshness
+from longstraw_jax.progress import Progress, Rows
 from longstraw_jax.rl import rewards, shaping
 from longstraw_jax.types import Params
 
@@ -118,31 +119,6 @@ def reward_call(job: Job, rows: list[dict[str, Any]]) -> rollout.RewardCall:
         return np.asarray(values, np.float32), events
 
     return call
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """What a resumed run goes on from beside its state: counted up to the last step, kept in the checkpoint.
-
-    rows: places taken of the endless order of rows. silent_steps: steps without a signal up to now, in a row.
-    signals: steps that had one. num_tokens: prompt and response tokens, a prompt once for its group.
-    """
-
-    rows: int = 0
-    silent_steps: int = 0
-    signals: int = 0
-    num_tokens: int = 0
-
-    def after(self, report: train.StepReport, rows: int) -> "Progress":
-        """After a step that took so many further rows, 0 for a step on an earlier rollout."""
-        signal = any(r.carries_signal for r in report.rollouts)
-        rolled_out = [*report.rollouts, *report.dropped] if rows else []
-        return Progress(
-            self.rows + rows,
-            0 if signal else self.silent_steps + 1,
-            self.signals + signal,
-            self.num_tokens + rollout_tokens(rolled_out),
-        )
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
@@ -249,7 +225,7 @@ def _steps(job, workdir, optimizer, state, progress, save, signalled):
     ):
         writer = _open_on_first(opened, lambda: metrics.MetricWriter(workdir, last_step=done))
         while done < config.steps:
-            rows = _Rows(job, progress.rows)
+            rows = Rows(job.dataset, job.build, seed=config.seed, start=progress.rows)
             started = time.perf_counter()
             try:
                 state, reports, held = train.transaction(
@@ -304,20 +280,6 @@ def _steps(job, workdir, optimizer, state, progress, save, signalled):
                 )
                 return state, progress, NoSignalError(told)
     return state, progress, None
-
-
-class _Rows:
-    """The rows of one rollout, taken in order from a place of the endless order of rows."""
-
-    def __init__(self, job: Job, start: int):
-        self.taken: list[dict[str, Any]] = []
-        self._job, self._start = job, start
-
-    def prompt(self, number: int) -> np.ndarray:
-        """Takes the next row, which has this number, and builds its prompt."""
-        job, place = self._job, self._start + number
-        self.taken.append(job.dataset.rows[data.row_order(len(job.dataset.rows), job.config.seed, place, 1)[0]])
-        return job.build(self.taken[number]["prompt"])
 
 
 def step_line(record: dict[str, Any]) -> str:

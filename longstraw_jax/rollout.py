@@ -131,6 +131,11 @@ class Rollout:
     events: list[Any]
     carries_signal: bool
 
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens; the prompt counts once for its whole group."""
+        return self.prompt.size + sum(map(len, self.responses))
+
 
 def resident(
     model: Model,

@@ -33,7 +33,7 @@ ORDER = (
     ("longstraw_jax.io",),
     ("longstraw_jax.tasks",),
     ("longstraw_jax.pretrain",),
-    ("longstraw_jax.job_config",),
+    ("longstraw_jax.job_config", "longstraw_jax.progress"),
     ("longstraw_jax.evidence",),
     ("experiments",),
 )

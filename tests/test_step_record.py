@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from longstraw_jax.evidence.receipt import step_schema_problems
-from longstraw_jax.evidence.step_record import rollout_metrics, rollout_tokens, step_record
+from longstraw_jax.evidence.step_record import rollout_metrics, step_record
 from longstraw_jax.rollout import PolicyConfig, Rollout
 from longstraw_jax.train import StepReport
 
@@ -60,4 +60,3 @@ def test_a_record_names_the_rows_that_trained_and_those_that_were_replaced():
     metrics = record["metrics"]
     assert extra.items() <= metrics.items() and metrics["sampling/sampling_logp_difference/max"] == 0.25
     assert metrics["dynamic_sampling/resampled"] == 2 and metrics["dynamic_sampling/without_signal"] == 1
-    assert rollout_tokens([FIRST, *SILENT]) == 10 + 16 + (11 + 4) + (12 + 4)

@@ -97,8 +97,3 @@ def resampling(report: StepReport, policy: PolicyConfig) -> dict[str, float]:
         return {}
     silent = sum(not r.carries_signal for r in report.rollouts)
     return {"dynamic_sampling/resampled": float(len(report.dropped)), "dynamic_sampling/without_signal": float(silent)}
-
-
-def rollout_tokens(rollouts: Sequence[Rollout]) -> int:
-    """Prompt and response tokens; a prompt counts once for its whole group."""
-    return sum(r.prompt.size + sum(map(len, r.responses)) for r in rollouts)

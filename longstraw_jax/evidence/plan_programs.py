@@ -157,7 +157,7 @@ def programs(model: Model, optimizer: optax.GradientTransformation, sizes: Sizes
     ids = jax.ShapeDtypeStruct((sizes.chunk,), jnp.int32)
     found = {
         "capture": Program(
-            lambda: capture.capture_chunk.trace(*acting, ids, word),
+            lambda: capture.chunk_program(model).trace(*acting[1:], ids, word),
             reading,
             have.kinds("optimizer"),
             forward(sizes.chunk, capacity + sizes.chunk, 0) / n,

@@ -31,11 +31,15 @@ def _take(pool, index, axis):
     return jnp.moveaxis(jnp.take(pool, index, axis=axis), axis, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "out"), donate_argnames="pool")
-def _put(pool, index, values, axis, out):
-    places = (slice(None),) * axis + (index,)
-    pool = pool.at[places].set(jnp.moveaxis(values, 0, axis), mode="drop")
-    return jax.lax.with_sharding_constraint(pool, out)  # where it was, so that the capture's program is the same
+@functools.lru_cache(maxsize=16)
+def _put(axis, out):
+    """The program that writes pages into a pool, which stays where and as it was: the capture's program is the same."""
+
+    def put(pool, index, values):
+        places = (slice(None),) * axis + (index,)
+        return pool.at[places].set(jnp.moveaxis(values, 0, axis), mode="drop")
+
+    return jax.jit(put, donate_argnames="pool", out_shardings=out)
 
 
 def _pools(state: PrefixState) -> dict[str, tuple[Any, int]]:
@@ -145,7 +149,7 @@ def load(folder: str | os.PathLike, model: Model, capacity: int, bound: Mapping[
                     values[count - 1, ..., tokens % PAGE :, :] = 0  # of a save that was cut off before its last rename
                 if hashlib.sha256(values[:count].tobytes()).hexdigest() != digest:
                     raise ValueError(f"{folder / name}: pages {first} to {first + count - 1} are not those written")
-                pool = _put(pool, place, values, axis, pool.sharding)
+                pool = _put(axis, pool.format)(pool, place, values)
         filled[name] = pool
     count = len(state.latents)
     return PrefixState(

@@ -111,7 +111,21 @@ def _append(model, base, adapters, state, ids, count, record):
     return parallel.mapped(body, model.mesh, in_specs, out_specs)(base, adapters, state, ids, count)
 
 
-@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
+@functools.lru_cache(maxsize=16)
+def chunk_program(model: Model, record: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The program of `capture_chunk`, or of `capture_chunk_and_choices` where a kind is recorded; the state is donated.
+
+    One a model, because what a program returns is laid out as its model's devices want it.
+    """
+
+    def append(base, adapters, state, ids, count):
+        state, chosen = _append(model, base, adapters, state, ids, count, record)
+        return (state, chosen) if record else state
+
+    formats = pages.prefix_formats(model)
+    return jax.jit(append, donate_argnames="state", out_shardings=(formats, None) if record else formats)
+
+
 def capture_chunk(
     model: Model,
     base: Params,
@@ -121,10 +135,9 @@ def capture_chunk(
     count: Int[Array, ""],
 ) -> PrefixState:
     """Appends the first `count` of `ids` to the resident prompt. The state is donated."""
-    return _append(model, base, adapters, state, ids, count, ())[0]
+    return chunk_program(model)(base, adapters, state, ids, count)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "record"), donate_argnames=("state",))
 def capture_chunk_and_choices(
     model: Model,
     base: Params,
@@ -135,8 +148,8 @@ def capture_chunk_and_choices(
     *,
     record: tuple[str, ...],
 ) -> tuple[PrefixState, Choices]:
-    """`capture_chunk` that also returns its tokens' choices [layers, 1, C, ..] of the kinds in `record`."""
-    return _append(model, base, adapters, state, ids, count, record)
+    """`capture_chunk` that also returns its tokens' choices [layers, 1, C, ..] of the kinds in `record` (some)."""
+    return chunk_program(model, record)(base, adapters, state, ids, count)
 
 
 def chunk_ids(model: Model, tokens: Int[np.ndarray, "S"], chunk: int) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -48,10 +49,32 @@ def prefix_shardings(model: Model) -> PrefixState:
     )
 
 
+def row_major(where: jax.sharding.Sharding, ndim: int) -> jax.sharding.Sharding | Format:
+    """A pool's sharding with its numbers in memory as in its shape.
+
+    A TPU would rather lay a pool out with its pages innermost, which saves it padding; every program would then copy
+    the pool to read rows. The others lay out arrays row-major by themselves.
+    """
+    if next(iter(where.device_set)).platform != "tpu":
+        return where
+    return Format(Layout(tuple(range(ndim))), where)
+
+
+def prefix_formats(model: Model) -> PrefixState:
+    """`prefix_shardings` and layouts of a prefix state: for programs that return one."""
+    where = prefix_shardings(model)
+    return PrefixState(
+        latents=tuple(row_major(x, 5) for x in where.latents),
+        index_keys=tuple(row_major(x, 4) for x in where.index_keys),
+        length=where.length,
+        fingerprint=where.fingerprint,
+    )
+
+
 def prefix_shapes(model: Model, tokens: int) -> PrefixState:
-    """ShapeDtypeStructs of a prefix state with room for `tokens`, with their shardings."""
+    """ShapeDtypeStructs of a prefix state with room for `tokens`, with their shardings and layouts."""
     config, pages, segments = model.config, page_count(tokens, model.devices), model.config.segments()
-    dtype, where = jnp.dtype(config.dtype), prefix_shardings(model)
+    dtype, where = jnp.dtype(config.dtype), prefix_formats(model)
 
     def pool(*shape, out):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=out)
@@ -82,7 +105,7 @@ def _zeros(model, tokens):
     # out_shardings, because a placement inside the program is lost on zeros.
     return jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-        out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
+        out_shardings=prefix_formats(model),
     )
 
 

@@ -78,15 +78,28 @@ def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
     assert "accepted: pip install 'longstraw_jax[tpu]'" in capsys.readouterr().err
 
 
-@pytest.mark.aot
-def test_a_full_size_capture_chunk_compiles_for_32_tpus(tmp_path):
-    """GLM-5.2 at 2,097,152 tokens; in a process of its own, whose compiler sees no flags of this one."""
+def compiled_for_tpus(programs: str, folder: pathlib.Path, *flags: str) -> dict:
+    """The programs' reports, by a process of its own, whose compiler sees no flags of this one."""
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command = [sys.executable, EXPERIMENTS / "compile_plan.py", "--config=glm52", "--tokens=2097152"]
-    command += ["--topology=tpu:v5p:4x4x2", "--programs=capture", f"--out={tmp_path}"]
+    command = [sys.executable, EXPERIMENTS / "compile_plan.py", "--topology=tpu:v5p:4x4x2", *flags]
+    command += [f"--programs={programs}", f"--out={folder}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads((tmp_path / "plan.json").read_text())["programs"]["capture"]
-    assert found["fits"] and 46e9 < found["bytes"]["base weights"] < 47e9
+    return json.loads((folder / "plan.json").read_text())["programs"]
+
+
+@pytest.mark.aot
+def test_a_full_size_capture_chunk_compiles_for_32_tpus(tmp_path):
+    """GLM-5.2 at 2,097,152 tokens; the pools that the chunk returns are those it was given."""
+    found = compiled_for_tpus("capture", tmp_path, "--config=glm52", "--tokens=2097152")["capture"]
+    assert found["fits"] and 46e9 < found["bytes"]["base weights"] < 47e9 and found["bytes"]["outputs"] < 1e6
     # Five minutes of two cores, however busy these are with something else.
     assert found["seconds"]["compile_cpu"] < 600 and found["compiler_memory_bytes"] < 16e9
+
+
+@pytest.mark.aot
+def test_pages_in_host_memory_compile_for_32_tpus(tmp_path):
+    """A chunk, whose pages are written there, and scores, which stage a layer at a time inside of nested loops."""
+    tiny = [flag for flag in TINY if not flag.startswith("--topology")]
+    done = compiled_for_tpus("capture,score", tmp_path, *tiny, "--prefix_store=host")
+    assert list(done) == ["capture", "score"] and all(found["fits"] and found["host_bytes"] for found in done.values())

@@ -54,8 +54,13 @@ def _unshard(state: nnx.State, axis: str | None) -> nnx.State:
     return nnx.from_flat_state([(path, whole.get(path, v)) for path, v in flat])
 
 
-def _staged(pool: Array, index: Array) -> Array:
-    """One layer's pages, from pinned host memory to the device."""
+def _staged(pool: Array, index: Array, after: Array) -> Array:
+    """One layer's pages, from pinned host memory to the device once `after` is computed.
+
+    Else the TPU compiler stages a loop's next layer beside this one, and its layout assignment fails on the copies of
+    the loop that it makes for that.
+    """
+    _, pool = jax.lax.optimization_barrier((jax.lax.stop_gradient(after), pool))
     return jax.device_put(jax.lax.dynamic_index_in_dim(pool, index, 0, keepdims=False), jax.memory.Space.Device)
 
 
@@ -127,10 +132,9 @@ class Decoder(nnx.Module):
 
             pools = None
             if pages is not None and run.prefix_store == "host":
-                # Behind a barrier, because the compiler sees through the reshape and slices host memory along one
-                # dimension only.
+                # Flat, because the compiler slices host memory along one dimension only.
                 latents, keys = pages[s]
-                pools = (jax.lax.optimization_barrier(latents.reshape(-1, *latents.shape[2:])), keys)
+                pools = (latents.reshape(-1, *latents.shape[2:]), keys)
 
             def layer(x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs, pools=pools):
                 """Layer i of run j; it indexes inside, so that recomputation keeps the group's arrays, not copies."""
@@ -138,8 +142,8 @@ class Decoder(nnx.Module):
                 latents = keys = None
                 place = segment.offset(j) + i
                 if pools is not None:
-                    latents = _staged(pools[0], number * segment.group_layers + place)
-                    keys = _staged(pools[1], number) if segment.runs[j].indexer == "full" else None
+                    latents = _staged(pools[0], number * segment.group_layers + place, x)
+                    keys = _staged(pools[1], number, x) if segment.runs[j].indexer == "full" else None
                 elif group_pages is not None:
                     latents = group_pages[0][place]
                     keys = group_pages[1] if segment.runs[j].indexer == "full" else None

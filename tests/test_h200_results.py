@@ -46,6 +46,11 @@ def test_every_step_runs_and_is_summed_up(recorded):
     assert ["--experts=0" in line for line in attempts] == [True, False], "fewer experts are tried after a failure"
 
 
+def test_modes_and_lengths_are_those_of_the_step_s_name(recorded):
+    (line,) = [line for line in recorded[0] if "exact_1m" in line]
+    assert "--mode=exact" in line and "--tokens=1048576" in line
+
+
 def test_flags_of_the_commands_exist(recorded):
     for line in recorded[0]:
         program, *arguments = line.split()

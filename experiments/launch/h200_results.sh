@@ -9,7 +9,8 @@
 # OUT/summary.tsv holds a line a step: name, exit status (124: out of time), seconds. Minutes are estimates from the
 # kernels' measured rates, compilation included; compiled programs are kept between steps and runs.
 #
-# Needs the cuda extra; step peer also the hf extra and 30 GB in SCRATCH. PYTHON names the interpreter.
+# Needs the cuda extra; step peer also the hf extra and 30 GB in the folder SCRATCH, best in memory. PYTHON names the
+# interpreter.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -17,16 +18,21 @@ cd "$(dirname "$0")/../.."
 steps='tests|3|580|the kernels and the transaction on the card agree with the specifications
 long_2m|6|580|2,097,152 tokens, all 256 experts, groups of 2, 8 and 16 over one captured prompt
 exact_262k|2|400|exact mode at 262,144 tokens, 64 experts
-exact_1m|3|580|exact mode at 1,048,576 tokens
+exact_1m|3|580|exact mode at 1,048,576 tokens, 64 experts
 peer|7|900|transformers + PEFT beside the transaction at 4K to 32K tokens
 parity_32k|4|580|gradient parity at 32,768 tokens in bf16
 prefix_gradient|4|580|what the detached gradient leaves out, 4K to 262K tokens
-exact_2m|7|900|exact mode at 2,097,152 tokens
+exact_2m|7|900|exact mode at 2,097,152 tokens, 64 experts
 long_4m|6|900|4,250,000 tokens
 layers_78|6|900|all 78 layers with 8 experts each, 524,288 tokens, pages in host memory
 parity_65k|5|580|gradient parity at 65,536 tokens in bf16
 parity_fp32|6|900|gradient parity at 8,192 tokens in fp32
-frozen_2m|4|580|2,097,152 tokens in frozen mode
+detached_262k|2|400|detached mode beside exact, 64 experts
+detached_1m|2|400|the same at 1,048,576 tokens
+detached_2m|4|580|the same at 2,097,152 tokens
+frozen_262k|2|400|frozen mode beside the others, 64 experts
+frozen_1m|2|400|the same at 1,048,576 tokens
+frozen_2m|4|580|the same at 2,097,152 tokens
 kernels|4|580|every kernel beside XLA
 plan|10|1800|the programs of the full model compiled for 32 GPUs
 plots|1|120|plots of the receipts that are there'
@@ -78,10 +84,11 @@ run_long_2m() { # the plan rounds up; fewer experts where the card is full all t
     done
     return 1
 }
-run_frozen_2m() { long "$1" --tokens=2097152 --mode=frozen --experts=64; }
-run_exact_262k() { long "$1" --tokens=262144 --mode=exact --experts=64; }
-run_exact_1m() { long "$1" --tokens=1048576 --mode=exact --experts=64; }
-run_exact_2m() { long "$1" --tokens=2097152 --mode=exact --experts=64; }
+run_mode() { # OUT/MODE_LENGTH
+    local name=${1##*/}
+    local -A tokens=([262k]=262144 [1m]=1048576 [2m]=2097152)
+    long "$1" --mode="${name%_*}" --tokens="${tokens[${name#*_}]}" --experts=64
+}
 run_long_4m() { long "$1" --tokens=4250000 --experts=128; }
 # Each decoded token and each pass of a replay copies all pages from the host once: short responses.
 run_layers_78() {
@@ -121,13 +128,15 @@ run_plots() {
 
 # A step runs in a shell of its own, which timeout can end with all that it started.
 export python scratch out
-export -f long parity
+export -f long parity run_mode
 for name in "${chosen[@]}"; do
     limit=$(printf '%s\n' "$steps" | awk -F'|' -v name="$name" '$1 == name { print $3 }')
-    export -f "run_$name"
+    action=run_$name
+    [[ $name =~ ^(frozen|detached|exact)_ ]] && action=run_mode
+    export -f "${action?}"
     echo "== $name (at most $limit s)"
     started=$SECONDS status=0
-    timeout --kill-after=20 "$limit" bash -c "set -uo pipefail; run_$name '$out/$name'" 2>&1 | tee "$out/$name.log" ||
-        status=$?
+    timeout --kill-after=20 "$limit" bash -c "set -uo pipefail; $action \"\$1\"" _ "$out/$name" 2>&1 |
+        tee "$out/$name.log" || status=$?
     printf '%s\t%s\t%s\n' "$name" "$status" $((SECONDS - started)) | tee -a "$out/summary.tsv"
 done

@@ -80,15 +80,20 @@ def test_bf16_inputs_keep_the_update_fp32(small_blocks):
 
 def test_without_an_update_and_of_one_token():
     hidden, head, a, b, targets = inputs()
-    none = api.token_logprobs(hidden, head, targets)
-    want = dense(hidden, head, a, b, targets, 0.0, 1.0)
-    np.testing.assert_allclose(none[0], want[0], rtol=1e-5, atol=1e-5)
+
+    def with_gradient(run):
+        def total(hidden):
+            logp = run(hidden)[0]
+            return logp.sum(), logp
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
+
+    (_, none), grad = with_gradient(lambda h: api.token_logprobs(h, head, targets))
+    (_, want), want_grad = with_gradient(lambda h: dense(h, head, a, b, targets, 0.0, 1.0))
+    np.testing.assert_allclose(none, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grad, want_grad, atol=1e-5)
     one = api.token_logprobs(hidden[:1], head, targets[:1])
-    np.testing.assert_allclose(one[0], none[0][:1], rtol=1e-6)
-    grad = jax.grad(lambda h: api.token_logprobs(h, head, targets)[0].sum())(hidden)
-    np.testing.assert_allclose(
-        grad, jax.grad(lambda h: dense(h, head, a, b, targets, 0.0, 1.0)[0].sum())(hidden), atol=1e-5
-    )
+    np.testing.assert_allclose(one[0], none[:1], rtol=1e-6)
 
 
 def test_slices_of_the_vocabulary_equal_the_reference_and_keep_foreign_targets_out(small_blocks):

@@ -25,7 +25,7 @@ def test_a_document_is_the_chat_that_a_prompt_would_be(byte_tokenizer, text, fra
     """Up to the first answer it is what the template writes; the evidence stands in it in its order."""
     task = retrieval.make("chain", 5, distractors=3, digits=3)
     made = packed_rows.document(
-        task, packed_rows.turns_of(task, 3), text, frame, byte_tokenizer, 700, np.random.default_rng(0)
+        task, packed_rows.turns_of(task, 3), text, frame, byte_tokenizer, 700, 5.0, np.random.default_rng(0)
     )
     written = byte_tokenizer.decode(made.ids)
     assert made.ids.size == 700 and written.endswith(f"<|assistant|>{task.answer}<|user|>")
@@ -47,7 +47,7 @@ def test_further_turns_ask_for_look_alikes(byte_tokenizer, text, frame):
     for (question, answer), line in zip(turns[1:], task.distractors, strict=False):
         name = line.removeprefix("The pass key of ").split(" is ")[0]
         assert f" {name}?" in question and line.endswith(f" is {answer}.") and answer.isdigit()
-    made = packed_rows.document(task, turns, text, frame, byte_tokenizer, 800, np.random.default_rng(0))
+    made = packed_rows.document(task, turns, text, frame, byte_tokenizer, 800, 5.0, np.random.default_rng(0))
     assert byte_tokenizer.decode(made.ids[made.answer]) == "".join(f"{answer}<|user|>" for _, answer in turns)
 
 
@@ -55,7 +55,7 @@ def test_a_task_longer_than_its_room_is_none(byte_tokenizer, text, frame):
     task = retrieval.make("needle", 7, distractors=0, digits=3)
     rng = np.random.default_rng(0)
     tries = (
-        packed_rows.document(task, packed_rows.turns_of(task, 1), text, frame, byte_tokenizer, n, rng)
+        packed_rows.document(task, packed_rows.turns_of(task, 1), text, frame, byte_tokenizer, n, 5.0, rng)
         for n in range(400)
     )
     shortest = next(made for made in tries if made is not None)
@@ -72,8 +72,12 @@ def test_rows_are_full_and_predict_their_own_documents(byte_tokenizer, text, fra
             here = np.flatnonzero(batch.segments[b] == number)
             np.testing.assert_array_equal(batch.positions[b, here], np.arange(here.size))
             np.testing.assert_array_equal(batch.targets[b, here[:-1]], batch.ids[b, here[1:]])
-            assert batch.weights[b, here[-1]] == 0 and (batch.weights[b, here[:-1]] > 0).all()
+            assert batch.weights[b, here[-1]] == 0
+            # All others weigh, but for the first period of a drill.
+            silent = np.flatnonzero(batch.weights[b, here[:-1]] == 0)
+            assert (silent == np.arange(silent.size)).all() and silent.size <= max(here.size // 2, 4)
     np.testing.assert_array_equal(batch.weights[batch.answers], MIX.answer_weight)
+    assert set(batch.weights[~batch.answers]) == {0.0, 1.0}
     answers = byte_tokenizer.decode(batch.targets[batch.answers], skip_special=True)
     assert answers.replace(" ", "").isdigit()
 
@@ -111,3 +115,13 @@ def test_a_template_that_ends_no_answer_is_refused(byte_tokenizer):
         packed_rows.frame_of(
             prompt.ChatTemplate("{% for m in messages %}{{ m.content }}. {% endfor %}"), byte_tokenizer
         )
+
+
+def test_a_drill_repeats(byte_tokenizer):
+    """What weighs is what follows from the text before it."""
+    for seed in range(5):
+        made = packed_rows.drill(byte_tokenizer, 100, np.random.default_rng(seed))
+        period = int((made.weight == 0).sum())
+        assert packed_rows.SHORTEST_PERIOD <= period <= 50 and (made.weight[period:] == 1).all()
+        np.testing.assert_array_equal(made.ids[period:], made.ids[:-period])
+        assert made.ids.size == 100 and not made.answer.any()

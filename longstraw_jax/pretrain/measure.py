@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax.pretrain import dense_pass
 from longstraw_jax.pretrain.step import Batch, predictions
@@ -15,18 +15,17 @@ from longstraw_jax.types import Model, Params
 @functools.partial(jax.jit, static_argnames=("model", "options"))
 def judged(
     model: Model, base: Params, batch: Batch, options: dense_pass.Options
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], dict[int, dict[str, Any]]]:
-    """Of each token of a batch, from served weights: its negative log-likelihood, and whether it is the likeliest."""
-    nll, likeliest, layers = predictions(model, base, batch, options)
-    return nll, likeliest == batch.targets, layers
+) -> tuple[Float[Array, "B T"], Int[Array, "B T"], dict[int, dict[str, Any]]]:
+    """`step.predictions` from served weights: the targets' negative log-likelihood, the likeliest tokens, the sums."""
+    return predictions(model, base, batch, options)
 
 
-def answers_right(right: Bool[Array, "B T"], answers: Bool[np.ndarray, "B T"]) -> Bool[np.ndarray, "B"]:
+def answers_right(likeliest: Int[np.ndarray, "B T"], batch: Batch) -> Bool[np.ndarray, "B"]:
     """Rows whose every answer token is the likeliest one: exactly those that greedy decoding answers right.
 
-    Up to the first wrong token greedy decoding has written the answer itself, so it sees what this pass saw.
+    Up to its first wrong token greedy decoding has written the answer itself, so it sees what this pass saw.
     """
-    return np.where(answers, np.asarray(right), True).all(1)
+    return np.where(batch.answers, likeliest == batch.targets, True).all(1)
 
 
 def held_out_loss(model: Model, base: Params, batch: Batch, keys: int) -> float:
@@ -37,11 +36,11 @@ def held_out_loss(model: Model, base: Params, batch: Batch, keys: int) -> float:
 
 def retrieval(model: Model, base: Params, batch: Batch, keys: int) -> dict[str, float]:
     """Share of rows answered right as a whole, of answer tokens right, and the number of rows."""
-    _, right, _ = judged(model, base, batch, dense_pass.Options(keys, index=True))
-    exact = answers_right(right, batch.answers)
+    likeliest = np.asarray(judged(model, base, batch, dense_pass.Options(keys, index=True))[1])
+    exact = answers_right(likeliest, batch)
     return {
         "exact": float(exact.mean()),
-        "tokens": float(np.asarray(right)[batch.answers].mean()),
+        "tokens": float((likeliest == batch.targets)[batch.answers].mean()),
         "rows": int(exact.size),
     }
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from longstraw_jax.io import prompt as prompt_lib
 from longstraw_jax.io.prompt import DOCUMENT_SEPARATOR, ChatTemplate, PromptError
@@ -18,6 +18,7 @@ from longstraw_jax.tasks import retrieval
 from longstraw_jax.tasks.retrieval import Task
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 "  # of drills
+SHORTEST_PERIOD = 4
 _FIRST, _SECOND = "\ue000first\ue001", "\ue000second\ue001"  # stand for messages while the template renders
 
 
@@ -68,10 +69,11 @@ class Mix:
 
 
 class Document(NamedTuple):
-    """ids int32 [T]; answer: tokens of an answer, the eos behind it included."""
+    """ids int32 [T]; answer: tokens of an answer, the eos behind it included; weight fp32: of each in the loss."""
 
     ids: Int[np.ndarray, "T"]
     answer: Bool[np.ndarray, "T"]
+    weight: Float[np.ndarray, "T"]
 
 
 def frame_of(template: ChatTemplate, tokenizer: Tokenizer) -> Frame:
@@ -104,6 +106,7 @@ def _name_and_key(line: str) -> tuple[str, str]:
 
 def document(
     task: Task, turns: list[tuple[str, str]], text: Text, frame: Frame, tokenizer: Tokenizer, length: int,
+    answer_weight: float,
     rng: np.random.Generator,
 ) -> Document | None:  # fmt: skip
     """A task in chat form in exactly `length` tokens: its lines between excerpts, the question, the answer, and on.
@@ -136,21 +139,29 @@ def document(
     body = np.concatenate([np.asarray(part, np.int32) for part in parts])
     ids = np.concatenate([body, *(np.asarray(ids, np.int32) for ids, _ in spoken)])
     answer = np.concatenate([np.zeros(body.size, bool), *(np.full(len(ids), is_answer) for ids, is_answer in spoken)])
-    return Document(ids, answer)
+    return Document(ids, answer, np.where(answer, answer_weight, 1.0).astype(np.float32))
 
 
-def draw_task(kind: str, mix: Mix, room: int, rng: np.random.Generator) -> Task:
-    """A task of this kind with as many look-alike lines as are drawn and a room of so many tokens can hold."""
-    most = max(0, min(mix.distractors, room // 80))
-    distractors = int(rng.integers(0, most + 1))
-    return retrieval.make(kind, int(rng.integers(2**63)), distractors=distractors, digits=mix.digits)
+def most_distractors(mix: Mix, room: int) -> int:
+    """Look-alike lines that a task in so many tokens can have."""
+    return max(0, min(mix.distractors, room // 80))
 
 
 def drill(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> Document:
-    """Drawn characters said over and over: what was seen tells what follows, which is most of what retrieval needs."""
+    """Drawn characters said over and over: what was seen tells what follows, which is most of what retrieval needs.
+
+    Half of the periods are shorter than the geometric mean of the shortest and the longest. The first one, which
+    nothing tells, has no weight.
+    """
     ids = np.asarray(tokenizer.encode(ALPHABET), np.int32)
-    period = rng.choice(ids, rng.integers(min(length, 8), max(length // 2, 8) + 1))
-    return Document(np.resize(period, length), np.zeros(length, bool))
+    shortest, longest = SHORTEST_PERIOD, max(length // 2, SHORTEST_PERIOD)
+    period = int(round(shortest * (longest / shortest) ** rng.random()))
+    said = np.resize(rng.choice(ids, period), length)
+    return Document(said, np.zeros(length, bool), (np.arange(length) >= period).astype(np.float32))
+
+
+def _plain(ids: Int[np.ndarray, "T"]) -> Document:
+    return Document(ids.astype(np.int32), np.zeros(ids.size, bool), np.ones(ids.size, np.float32))
 
 
 def row(
@@ -160,21 +171,23 @@ def row(
     documents, room = [], length
     while room:
         size = room if rng.random() < 0.5 else int(rng.integers(min(room, 64), room + 1))
-        made, kind = None, rng.random()
-        if kind < mix.copies:
+        made, share = None, rng.random()
+        if share < mix.copies:
             made = drill(tokenizer, size, rng)
-        elif kind < 1 - mix.text:
-            task = draw_task(str(rng.choice(mix.kinds)), mix, size, rng)
+        elif share < 1 - mix.text:
+            distractors = int(rng.integers(most_distractors(mix, size) + 1))
+            kind = str(rng.choice(mix.kinds))
+            task = retrieval.make(kind, int(rng.integers(2**63)), distractors=distractors, digits=mix.digits)
             turns = turns_of(task, int(rng.integers(1, mix.turns + 1)))
-            made = document(task, turns, text, frame, tokenizer, size, rng)
+            made = document(task, turns, text, frame, tokenizer, size, mix.answer_weight, rng)
         if made is None:
-            made = Document(excerpt(text, size, rng).astype(np.int32), np.zeros(size, bool))
+            made = _plain(excerpt(text, size, rng))
         documents.append(made)
         room -= size
     return documents
 
 
-def packed(rows: list[list[Document]], answer_weight: float) -> Batch:
+def packed(rows: list[list[Document]]) -> Batch:
     """Rows of documents of one length together as a batch; a document's last token predicts nothing."""
 
     def rows_of(one, dtype):
@@ -183,13 +196,12 @@ def packed(rows: list[list[Document]], answer_weight: float) -> Batch:
         )
 
     answers = rows_of(lambda _, d: np.append(d.answer[1:], False), bool)
-    inside = rows_of(lambda _, d: np.arange(d.ids.size) < d.ids.size - 1, bool)
     return Batch(
         ids=rows_of(lambda _, d: d.ids, np.int32),
         segments=rows_of(lambda i, d: np.full(d.ids.size, i), np.int32),
         positions=rows_of(lambda _, d: np.arange(d.ids.size), np.int32),
         targets=rows_of(lambda _, d: np.append(d.ids[1:], d.ids[-1]), np.int32),
-        weights=np.where(inside, np.where(answers, answer_weight, 1.0), 0.0).astype(np.float32),
+        weights=rows_of(lambda _, d: np.append(d.weight[1:], 0.0), np.float32),
         answers=answers,
     )
 
@@ -199,29 +211,29 @@ def training_batch(
 ) -> Batch:
     """The batch of a seed, as (run, stage, step)."""
     rng = np.random.default_rng(seed)
-    return packed([row(text, frame, tokenizer, mix, length, rng) for _ in range(rows)], mix.answer_weight)
+    return packed([row(text, frame, tokenizer, mix, length, rng) for _ in range(rows)])
 
 
 def question_batch(
     text: Text, frame: Frame, tokenizer: Tokenizer, mix: Mix, kind: str, rows: int, length: int, seed: tuple[int, ...]
 ) -> Batch:
-    """A task of one kind and one question a row, the row's last tokens its answer.
+    """A task of one kind with all the look-alikes it may have and one question a row, whose last tokens are the answer.
 
     Raises:
       ValueError: the tasks do not fit the length.
     """
     rng, made = np.random.default_rng(seed), []
     for _ in range(rows):
-        task = draw_task(kind, mix, length, rng)
-        one = document(task, turns_of(task, 1), text, frame, tokenizer, length, rng)
+        seed_of_task, distractors = int(rng.integers(2**63)), most_distractors(mix, length)
+        task = retrieval.make(kind, seed_of_task, distractors=distractors, digits=mix.digits)
+        one = document(task, turns_of(task, 1), text, frame, tokenizer, length, mix.answer_weight, rng)
         if one is None:
             raise ValueError(f"a {kind!r} task in {length} tokens; accepted: more tokens")
         made.append([one])
-    return packed(made, mix.answer_weight)
+    return packed(made)
 
 
 def text_batch(text: Text, rows: int, length: int, seed: tuple[int, ...]) -> Batch:
     """Rows of one excerpt each."""
     rng = np.random.default_rng(seed)
-    none = np.zeros(length, bool)
-    return packed([[Document(excerpt(text, length, rng).astype(np.int32), none)] for _ in range(rows)], 1.0)
+    return packed([[_plain(excerpt(text, length, rng))] for _ in range(rows)])

@@ -1,7 +1,10 @@
 """Compares replay's gradients with autodiff over the whole sequence, and one optimizer step of either.
 
-python experiments/gradient_parity.py --config=experiments/configs/parity_tiny.py --tokens=512 \
+python experiments/gradient_parity.py --config=experiments/configs/parity_tiny.py --tokens=2048 \
     --modes=frozen,detached,exact --out=parity.json
+
+The baseline runs on its own choices ("free") and held to those of capture and replay: the second is what passes or
+fails, with a bound on the share of choices that differ.
 
 The policy is the config's checkpoint or, without one, random weights for model.architecture; its adapters are random.
 Exit status: 0 all within tolerance, 1 not, 2 bad usage.

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 from absl import flags
 
-from longstraw_jax import lora, rollout
+from longstraw_jax import lora, rollout, sharding
 from longstraw_jax.config import LORA_TARGETS, LoraConfig, model_config_from_hf
 from longstraw_jax.evidence import parity
 from longstraw_jax.model import decoder
@@ -325,3 +325,14 @@ def test_the_command_itself_refuses_an_unknown_mode(config_file):
         timeout=120,
     )
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: mode='whole'")
+
+
+def test_what_lies_on_its_device_is_not_copied():
+    """A full-width base would not fit twice."""
+    side = parity.Side(MODEL, decoder.init_params(MODEL.config, 0), parity.seeded_adapters(MODEL, 1))
+    alone = parity.place(side, None)
+    assert all(a is b for a, b in zip(jax.tree.leaves(side.base), jax.tree.leaves(alone.base), strict=True))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(alone.adapters))
+    wide = parity.place(alone, sharding.make_mesh(8))
+    jax.tree.map(np.testing.assert_array_equal, wide.base, side.base)
+    assert len(wide.base["lm_head"]["weight"].sharding.device_set) == 8

@@ -2,7 +2,7 @@
 
     python experiments/gradient_parity.py --config=experiments/configs/parity_slice.py --tokens=32768 --modes=exact
 
-In bf16, with 64 of 256 experts: the weights take 25 GB, and for a moment twice that. The whole-sequence baseline
+In bf16, with 64 of 256 experts: the weights take 25 GB, which both sides share. The whole-sequence baseline
 recomputes each layer; by formula its fullest layer holds about 0.9 MB a token (absorbed queries and outputs in fp32 and
 their gradients 0.4, eight experts' rows 0.5): 28 GB at 32,768 tokens, 57 GB at 65,536. All 256 experts (83 GB) would
 fit beside the first and not beside the second of these on 139 GiB. In fp32 everything doubles and the operations are

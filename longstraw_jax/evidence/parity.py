@@ -176,16 +176,20 @@ def seeded_adapters(model: Model, seed: int) -> Params:
 
 
 def place(side: Side, mesh: jax.sharding.Mesh | None) -> Side:
-    """The same policy, bit for bit, on another mesh."""
+    """The same policy, bit for bit, on another mesh; what lies there already is not copied."""
     config = side.model.config
     model = decoder.make_model(config, mesh=mesh, lora=side.model.lora)
 
-    def put(tree, specs):
-        # By way of the host: resharding on devices compiles a program a shape.
-        return jax.tree.map(lambda x, spec: jax.device_put(np.asarray(x), sharding.named(mesh, spec)), tree, specs)
+    def put(x, spec):
+        target = sharding.named(mesh, spec)
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(target, x.ndim):
+            return x
+        return jax.device_put(np.asarray(x), target)  # by the host: resharding on devices compiles a program a shape
 
     return Side(
-        model, put(side.base, decoder.param_specs(config)), put(side.adapters, lora.adapter_specs(config, model.lora))
+        model,
+        jax.tree.map(put, side.base, decoder.param_specs(config)),
+        jax.tree.map(put, side.adapters, lora.adapter_specs(config, model.lora)),
     )
 
 

@@ -13,7 +13,6 @@ says what all of them would take.
 """
 
 import functools
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -36,7 +35,6 @@ from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, refresh
 from longstraw_jax.rl import advantages
 
-PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax")
 LATENT_EPS = 1e-6  # transformers builds the two latent norms with it whatever rms_norm_eps says
 MODES = ("detached", "exact")
 OURS, PEER, SLICE, ROWS = "ours.json", "peer.json", "slice.json", "rows.npz"
@@ -163,7 +161,7 @@ def run_ours(values: Any) -> dict[str, Any]:
         "code": receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
         "slice": facts,
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": receipt.package_versions(),
         "device": {"platform": device.platform, "kind": device.device_kind},
         "kernels": kernels.implementations(model),
         "chunk": values.chunk,

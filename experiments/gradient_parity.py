@@ -10,7 +10,6 @@ The policy is the config's checkpoint or, without one, random weights for model.
 Exit status: 0 all within tolerance, 1 not, 2 bad usage.
 """
 
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -32,7 +31,6 @@ from longstraw_jax.io import hf_checkpoint
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
 
-PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax", "numpy")
 ADAPTER_SEED, PROMPT_SEED, GROUP_SEED = 1, 2, 3  # added to config.seed, which draws random base weights
 
 
@@ -130,7 +128,7 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
         "config_sha256": fingerprint.sha256_json(train_grpo.plain(config)),
         "weights_fingerprint": fingerprint.tree_fingerprint(single.base),
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": receipt.package_versions(),
         "devices": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "mesh": {sharding.AXIS: config.mesh.devices},
         "dtype": architecture.dtype,

@@ -11,7 +11,6 @@ that was stopped goes on with --resume.
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -39,7 +38,6 @@ from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, freshness, pages, refresh
 from longstraw_jax.types import Model, Params, PrefixState
 
-PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax")
 MATMUL = 8192  # of the matrix product that the rates are told beside
 LINK = 2**30  # bytes of the copy from the host that they are told beside
 COMPILING = "/jax/core/compile/"  # tracing, lowering and compiling, as jax.monitoring tells them
@@ -377,7 +375,7 @@ def run(values: Any) -> dict[str, Any]:
         "flags": {name: getattr(values, name) for name in FLAGS},
         "architecture": raw,
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": receipt.package_versions(),
         "device": {"platform": device.platform, "kind": device.device_kind, "count": 1},
         "kernels": kernels.implementations(model),
         "matmul_flops_per_second": rate,

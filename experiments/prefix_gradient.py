@@ -10,7 +10,6 @@ them weights are random at the checkpoint's scale and tokens are random. Respons
 is of a model that has learnt nothing to attend to: how the two gradients part there need not hold for a trained one.
 """
 
-import importlib.metadata
 import json
 import pathlib
 import platform
@@ -33,8 +32,6 @@ from longstraw_jax.model import decoder
 from longstraw_jax.prefix import capture, refresh
 from longstraw_jax.rl import advantages
 from longstraw_jax.types import Model, Params
-
-PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax")
 
 
 def figures(detached: list[np.ndarray], exact: list[np.ndarray]) -> dict[str, float | None]:
@@ -191,7 +188,7 @@ def run(values: Any) -> dict[str, Any]:
         "experts": config.n_routed_experts,
         "flags": {name: getattr(values, name) for name in FLAGS},
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": receipt.package_versions(),
         "device": {"platform": device.platform, "kind": device.device_kind},
         "kernels": kernels.implementations(model),
         "lengths": [],

@@ -131,7 +131,7 @@ def write_receipt(
         "code": describe_code(Path(__file__).resolve().parents[1]),
         "config": {"sha256": bind_config(workdir, config), "resolved": json.loads(json.dumps(config))},
         "python": platform.python_version(),
-        "packages": _package_versions(),
+        "packages": package_versions(),
         "devices": _describe_devices(),
         "mesh": dict(mesh_shape),
         "kernels": dict(kernels),
@@ -153,6 +153,17 @@ def write_receipt(
     text = json.dumps(receipt, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_whole(workdir / RECEIPT_FILE, text.encode("utf-8"))
     return receipt
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of what decides a run's numbers."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
 
 
 def describe_code(package: Path) -> dict[str, Any]:
@@ -242,17 +253,6 @@ def _schema() -> dict[str, Any]:
 def _problem(error: jsonschema.ValidationError, name: str) -> str:
     """One line: where, and what is wrong there."""
     return f"{'.'.join([name, *map(str, error.absolute_path)])}: {error.message[:300]}"
-
-
-def _package_versions() -> dict[str, str]:
-    """Installed versions of what decides a run's numbers."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
 
 
 def _describe_devices() -> dict[str, Any]:

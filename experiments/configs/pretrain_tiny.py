@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
             "remat": True,  # recompute each layer in the backward pass
             "mix": {
                 "text": 0.3,  # shares of documents that are plain text,
-                "copies": 0.1,  # and drills in copying; the others are tasks
+                "copies": 0.2,  # and drills in copying; the others are tasks
                 "kinds": ("needle", "needles", "chain", "sum"),
                 "digits": 4,
                 "distractors": 16,

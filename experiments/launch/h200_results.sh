@@ -59,6 +59,7 @@ python=${PYTHON:-.venv/bin/python}
 scratch=${SCRATCH:-${TMPDIR:-/tmp}}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # a checkout serves that is not installed
 export PYTHONUNBUFFERED=1
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.95}
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$scratch/longstraw_programs}

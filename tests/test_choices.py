@@ -19,7 +19,7 @@ from longstraw_jax.prefix.capture import capture
 
 CONFIG = layers(*["FM", "SM", "SM"] * 2)  # two groups with two shared layers: choices stacked in every way, few bodies
 LORA = LoraConfig(tuple((name, 2, 4.0) for name in ("kv_a", "q_b", "routed", "lm_head")))
-MODEL = decoder.make_model(CONFIG, lora=LORA)
+MODEL = decoder.make_model(CONFIG, lora=LORA, remat=False)  # test_train.py holds choices where layers are recomputed
 S, T, G = 70, 32, 3
 PROMPT, BOUNDARY = tiny.TOKENS[: S - 1], int(tiny.TOKENS[S - 1])
 EOS = tuple(range(24))
@@ -54,7 +54,7 @@ def other_base():
 def sampled(devices):
     """On a mesh: the model, both weights, their states of the prompt, the other's choices of it, and a group of one."""
     mesh = sharding.make_mesh(devices)
-    model = decoder.make_model(CONFIG, mesh=mesh, lora=LORA)
+    model = decoder.make_model(CONFIG, mesh=mesh, lora=LORA, remat=False)
 
     def put(tree, specs):
         return jax.tree.map(lambda x, spec: jax.device_put(x, sharding.named(mesh, spec)), tree, specs)
@@ -151,13 +151,13 @@ def test_recorded_choices_are_those_of_the_responses_inputs(devices):
                 assert (a[length:] == -1).all()
 
 
-@pytest.mark.parametrize("devices", tiny.MESHES)
+@pytest.mark.parametrize("devices", [1, 32])
 def test_the_same_weights_held_to_their_own_choices_are_the_sampler(devices):
     logp, _ = replay_on(devices, member()[1])
     np.testing.assert_allclose(logp, sampled(1)[-1].logprobs[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("devices", tiny.MESHES)
+@pytest.mark.parametrize("devices", [1, 32])
 def test_e4_another_router_and_indexer_hold_the_recorded_choices(devices):
     """The gradient is that of one pass held to the same choices; those that the other policy makes give another."""
     mine, theirs = member()[1], choices.rows(in_full(other=True)[1], S - 1, S - 1 + T)

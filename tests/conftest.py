@@ -43,7 +43,7 @@ TOGETHER = (
     ("test_replay", "test_capture", "test_sampling", "test_freshness", "test_prefix_pages"),
     ("test_parity",),
     ("test_notebooks",),
-    ("test_long_context",),
+    ("test_long_context", "test_prefix_gradient"),
 )
 
 

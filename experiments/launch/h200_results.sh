@@ -23,7 +23,7 @@ peer|7|900|transformers + PEFT beside the transaction at 4K to 32K tokens
 parity_32k|4|580|gradient parity at 32,768 tokens in bf16
 prefix_gradient|4|580|what the detached gradient leaves out, 4K to 262K tokens
 exact_2m|7|900|exact mode at 2,097,152 tokens, 64 experts
-long_4m|6|900|4,250,000 tokens
+long_4m|6|900|4,456,448 tokens (4.25 x 2^20)
 layers_78|6|900|all 78 layers with 8 experts each, 524,288 tokens, pages in host memory
 parity_65k|5|580|gradient parity at 65,536 tokens in bf16
 parity_fp32|6|900|gradient parity at 8,192 tokens in fp32
@@ -90,7 +90,7 @@ run_mode() { # OUT/MODE_LENGTH
     local -A tokens=([262k]=262144 [1m]=1048576 [2m]=2097152)
     long "$1" --mode="${name%_*}" --tokens="${tokens[${name#*_}]}" --experts=64
 }
-run_long_4m() { long "$1" --tokens=4250000 --experts=128; }
+run_long_4m() { long "$1" --tokens=4456448 --experts=128; }
 # Each decoded token and each pass of a replay copies all pages from the host once: short responses.
 run_layers_78() {
     long "$1" --tokens=524288 --layers=78 --experts=8 --prefix_store=host --chunk=16384 --response=16

@@ -7,7 +7,6 @@ Writes checkpoint/ (Hugging Face layout), steps.jsonl and receipt.json.
 Exit status: 0 goals reached, 1 not, 2 bad usage.
 """
 
-import importlib.metadata
 import json
 import math
 import pathlib
@@ -36,7 +35,6 @@ from longstraw_jax.pretrain import step as step_lib
 from longstraw_jax.types import Model, Params
 
 HERE = pathlib.Path(__file__).parent
-PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "optax", "numpy")
 SPARSE_ROWS = 4  # run sparsely, which keeps each query's selected rows
 EVALUATION = 1 << 20  # a stage number that no stage has: rows of the evaluation
 
@@ -46,8 +44,8 @@ class Job(NamedTuple):
 
     model: Model
     optimizer: Any
-    mix: packed_rows.Mix
     stages: tuple[stages.Stage, ...]
+    mixes: tuple[packed_rows.Mix, ...]  # of each stage; the last one's tasks are evaluated
 
 
 def load_job(config: ConfigDict) -> Job:
@@ -55,7 +53,12 @@ def load_job(config: ConfigDict) -> Job:
     architecture = config_lib.model_config_from_hf(config.model.to_dict())
     if not config.order or not set(config.order) <= set(config.stages):
         raise ValueError(f"order={config.order}; accepted: one or more of {', '.join(config.stages)}")
-    every = tuple(stages.Stage(name, **config.stages[name].to_dict()) for name in config.order)
+    every, mixes = [], []
+    for name in config.order:
+        fields = config.stages[name].to_dict()
+        shares = {share: fields.pop(share) for share in ("text", "copies")}
+        every.append(stages.Stage(name, **fields))
+        mixes.append(packed_rows.Mix(**config.mix.to_dict() | shares))
     lengths = tuple(config.evaluation.tokens)
     longest = max((*lengths, *(stage.tokens for stage in every)))
     architecture.check_length(longest, "a row")
@@ -64,8 +67,8 @@ def load_job(config: ConfigDict) -> Job:
     if architecture.index_topk >= longest:
         raise ValueError(f"model.index_topk={architecture.index_topk}; accepted: less than a row's {longest} tokens")
     optimizer = step_lib.make_optimizer(config.optimizer.kind, weight_decay=config.optimizer.weight_decay)
-    mix = packed_rows.Mix(**config.mix.to_dict() | {"kinds": tuple(config.mix.kinds)})
-    return Job(decoder.make_model(architecture, remat=config.remat, kernels="reference"), optimizer, mix, every)
+    model = decoder.make_model(architecture, remat=config.remat, kernels="reference")
+    return Job(model, optimizer, tuple(every), tuple(mixes))
 
 
 def rates_of(config: ConfigDict, every: tuple[stages.Stage, ...], number: int, share: float) -> dict[str, np.float32]:
@@ -86,7 +89,7 @@ def rates_of(config: ConfigDict, every: tuple[stages.Stage, ...], number: int, s
 
 def evaluate(config: ConfigDict, job: Job, base: Params, held_out: corpus.Text, frame, tokens) -> dict[str, Any]:
     """Held-out loss, answers by kind and length, selection quality: all with the selection that is served."""
-    model, keys, wanted = job.model, job.model.config.index_topk, config.evaluation
+    model, keys, wanted, mix = job.model, job.model.config.index_topk, config.evaluation, job.mixes[-1]
     loss, answers = {}, {}
     for length in wanted.tokens:
         seed = (config.seed, EVALUATION, length)
@@ -95,11 +98,11 @@ def evaluate(config: ConfigDict, job: Job, base: Params, held_out: corpus.Text, 
             model, base, packed_rows.text_batch(held_out, count, length, seed), keys
         )
         answers[str(length)] = {}
-        for kind in job.mix.kinds:
+        for kind in mix.kinds:
             found = []
             for part in range(math.ceil(wanted.questions / count)):
                 seed = (config.seed, EVALUATION, length, part)
-                batch = packed_rows.question_batch(held_out, frame, tokens, job.mix, kind, count, length, seed)
+                batch = packed_rows.question_batch(held_out, frame, tokens, mix, kind, count, length, seed)
                 found.append(measure.retrieval(model, base, batch, keys))
             answers[str(length)][kind] = {
                 "exact": float(np.mean([f["exact"] for f in found])),
@@ -109,7 +112,7 @@ def evaluate(config: ConfigDict, job: Job, base: Params, held_out: corpus.Text, 
     longest = wanted.tokens[-1]
     count = max(1, wanted.batch_tokens // longest)
     seed = (config.seed, EVALUATION, longest, 0)
-    mixed = packed_rows.training_batch(held_out, frame, tokens, job.mix, count, longest, seed)
+    mixed = packed_rows.training_batch(held_out, frame, tokens, mix, count, longest, seed)
     return {
         "keys": keys,
         "held_out_loss": loss,
@@ -170,7 +173,9 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 
                 def make(i, number=number, stage=stage):
                     seed = (config.seed, number, i)
-                    return packed_rows.training_batch(training, frame, tokens, job.mix, stage.rows, stage.tokens, seed)
+                    return packed_rows.training_batch(
+                        training, frame, tokens, job.mixes[number], stage.rows, stage.tokens, seed
+                    )
 
                 def advance(state, batch, share, number=number, static=static):
                     rates = rates_of(config, job.stages, number, share)
@@ -185,9 +190,9 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         hf_checkpoint.save(workdir / "checkpoint", raw, base, extra_files=sorted(texts.iterdir()))
         started = time.perf_counter()
         found = evaluate(config, job, base, held_out, frame, tokens)
-        kind, length = job.mix.kinds[0], config.evaluation.tokens[0]
+        mix, length = job.mixes[-1], config.evaluation.tokens[0]
         count = max(1, config.evaluation.batch_tokens // length)
-        asked = packed_rows.question_batch(held_out, frame, tokens, job.mix, kind, count, length, (config.seed,))
+        asked = packed_rows.question_batch(held_out, frame, tokens, mix, mix.kinds[0], count, length, (config.seed,))
         found["served"] = served_alike(workdir / "checkpoint", job, asked)
         device, size = jax.devices()[0], sum(f.stat().st_size for f in (workdir / "checkpoint").iterdir())
         result = {
@@ -197,7 +202,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
             "config": plain,
             "config_sha256": fingerprint.sha256_json(plain),
             "python": platform.python_version(),
-            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "packages": receipt.package_versions(),
             "device": {"platform": device.platform, "kind": device.device_kind},
             "kernels": kernels.implementations(job.model),
             "data": {"text": source.name, "sha256": source.sha256, "training_tokens": int(training.ids.size),

@@ -91,7 +91,7 @@ def test_the_defaults_are_a_model_of_the_stated_size():
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"order": ("short", "last")}, "order=.*accepted: one or more of long, medium, short, sparse, warmup"),
+        ({"order": ("short", "last")}, "order=.*accepted: one or more of drill, long, medium, short, sparse, warmup"),
         ({"evaluation.tokens": (512,)}, r"evaluation.tokens=\(512,\); accepted: lengths that end with .* 4096"),
         ({"model.index_topk": 4096}, "model.index_topk=4096; accepted: less than a row's 4096 tokens"),
         ({"stages.sparse.keys": 5000}, "stages.sparse.keys=5000; accepted: 0"),
@@ -111,9 +111,9 @@ def test_rates_follow_the_stages_that_train_a_part():
     config = defaults.get_config()
     every = pretrain_tiny.load_job(config).stages
     at = lambda number, share: pretrain_tiny.rates_of(config, every, number, share)  # noqa: E731
-    assert at(0, 0.0)["trunk"] == 0 and at(0, 1.0)["trunk"] == np.float32(config.optimizer.learning_rate)
-    assert at(3, 0.0)["trunk"] == at(3, 1.0)["trunk"]  # the warm-up leaves the trunk's schedule where it is
-    assert at(3, 0.0)["indexer"] == np.float32(config.optimizer.indexer_rate)
-    last = at(4, 1.0)
+    assert at(0, 0.0)["trunk"] == 0 and at(1, 0.0)["trunk"] == np.float32(config.optimizer.learning_rate)
+    assert at(4, 0.0)["trunk"] == at(4, 1.0)["trunk"]  # the warm-up leaves the trunk's schedule where it is
+    assert at(4, 0.0)["indexer"] == np.float32(config.optimizer.indexer_rate)
+    last = at(5, 1.0)
     assert last["trunk"] == pytest.approx(config.optimizer.learning_rate * config.optimizer.final)
     assert last["indexer"] == pytest.approx(config.optimizer.indexer_rate * config.optimizer.final)

@@ -54,6 +54,35 @@ def test_a5_unscorable_rewards_are_left_out_and_counted():
     assert step_problems(steps, "detached") == []
 
 
+def test_the_rise_counts_what_dynamic_sampling_dropped():
+    """Groups of half-right answers stay at either end; all that were dropped failed first and are right last."""
+
+    def run(**dropped):
+        ends = [[0.0, None], [1.0, 1.0]]
+        steps = [make_step(i, [0.0, 1.0], resampled_row_ids=["x"]) for i in (1, 2)]
+        return [step | {name: ends[i] for name in dropped} for i, step in enumerate(steps)]
+
+    steps = run(resampled_rewards=True)
+    figures = derive(steps, window=1)
+    assert step_problems(steps, "detached") == []
+    assert _value(figures, "first_mean") == 1 / 3 and _value(figures, "last_mean") == 3 / 4
+    spread = [np.var(x, ddof=1) / len(x) for x in ([0, 1, 0], [0, 1, 1, 1])]
+    np.testing.assert_allclose(_value(figures, "rise_standard_error"), math.sqrt(sum(spread)))
+    assert _value(figures, "reward_mean") == [0.5, 0.5] and _value(figures, "unscorable_rewards") == 0
+    # A log that does not say what was dropped has no rise, and no contradiction.
+    steps = run()
+    assert _value(derive(steps, window=1), "rise") is None and step_problems(steps, "detached") == []
+
+
+def test_the_rise_counts_a_rollout_once_however_many_updates_it_serves():
+    steps = [make_step(i, [float(i), float(i) + 1.0]) for i in (1, 1, 3, 3)]
+    for again in steps[1::2]:
+        del again["seconds"]["sample"]
+    figures = derive(steps, window=2)
+    assert _value(figures, "rise") == 2.0
+    assert _value(figures, "rise_standard_error") == math.sqrt(0.5)  # of 2 and 2 members, not of 4 and 4
+
+
 def test_d4_skipped_steps_are_counted():
     bad = make_step(2, [0.0, 1.0], skipped=True, skip_reason="nan", nonfinite_count=3, grad_norm=None)
     figures = derive([make_step(1, [0.0, 1.0]), bad])
@@ -107,6 +136,11 @@ def test_claims_follow_from_the_figures():
         ({"rewards": [1.0]}, "rewards has 1 entries; expected 2"),
         ({"prompt_tokens": [1, 2]}, "prompt_tokens has 2 entries; expected 1"),
         ({"truncated": []}, "truncated has 0 entries"),
+        (
+            {"resampled_row_ids": ["x"], "resampled_rewards": [1.0]},
+            "resampled_rewards has 1 entries; expected 2",
+        ),
+        ({"resampled_rewards": [1.0, 1.0]}, "resampled_rewards has 2 entries; expected 0"),
         ({"mode": "frozen"}, "mode = 'frozen'; the receipt says 'detached'"),
         ({"skipped": True}, "skipped = True, skip_reason = None"),
         ({"skip_reason": "nan"}, "skipped = False"),

@@ -55,6 +55,7 @@ def test_a_record_names_the_rows_that_trained_and_those_that_were_replaced():
     record = step_record(report, POLICY, 4, ["a", "b", "c", "d"], seconds=2.0, peak_bytes=9, extra=extra)
     assert step_schema_problems([record]) == []
     assert record["row_ids"] == ["a", "d"] and record["resampled_row_ids"] == ["b", "c"]
+    assert record["resampled_rewards"] == [0.0] * 8 and record["reward_mean"] == 0.5
     assert record["prompt_tokens"] == [10, 13] and record["rewards"][4:] == [0.5, None, 0.5, 0.5]
     assert record["loss"] == 0.25 and not record["skipped"] and record["seconds"] == {"replay": 1.0, "step": 2.0}
     metrics = record["metrics"]

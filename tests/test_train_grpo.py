@@ -158,6 +158,7 @@ def test_i1_a_step_that_resamples_is_dropped_whole_and_the_rows_go_on_from_their
     assert places == [tiny_row(job, place)["id"] for place in range(len(places))]
     for step in want:
         assert step["metrics"]["dynamic_sampling/resampled"] == len(step["resampled_row_ids"])
+        assert len(step["resampled_rewards"]) == len(step["resampled_row_ids"]) * step["group_size"]
         assert step["metrics"]["dynamic_sampling/without_signal"] == 0 < step["metrics"]["reward_std"]
     assert want[-1]["metrics"]["epoch"] == len(places) / 3
     rows = {row["id"]: job.build(row["prompt"]).size for row in job.dataset.rows}

@@ -5,6 +5,7 @@ A step record (a line of steps.jsonl; `$defs/step` of receipt.schema.json says t
     step                optimizer step, from 1
     row_ids             dataset row id of each prompt
     resampled_row_ids   (optional) of prompts that others replaced, as all their rewards were equal
+    resampled_rewards   (optional) of their members, as `rewards`: the rise counts them, nothing else does
     prompt_tokens       tokens of each prompt
     mode, group_size    prefix-gradient mode; members a prompt
     rewards             a member each, the members of one prompt together; null where unscorable
@@ -154,9 +155,11 @@ def reward_means(steps: Sequence[Step]) -> list[float | None]:
 
 
 def reward_mean_of(steps: Sequence[Step], *, window: int, end: str) -> float | None:
-    """Mean of all scored member rewards of the first or last `window` steps.
+    """Mean of the scored rewards of all members sampled in the first or last `window` steps.
 
-    Null if the run has fewer than `2 * window` steps (the ends would overlap), as all that follows from it.
+    Those of groups that dynamic sampling dropped are among them: a policy that fails fewer prompts altogether, or
+    more, would not show in the groups that stay. Null if the run has fewer than `2 * window` steps (the ends would
+    overlap) or the log does not hold what dropped groups were rewarded, as all that follows from it.
     """
     return mean(_end_rewards(steps, window, end))
 
@@ -173,7 +176,7 @@ def rise(steps: Sequence[Step], *, window: int) -> float | None:
 
 
 def rise_standard_error(steps: Sequence[Step], *, window: int) -> float | None:
-    """Standard error of the rise, sqrt(s1**2 / n1 + s2**2 / n2), over all scored member rewards of both ends.
+    """Standard error of the rise, sqrt(s1**2 / n1 + s2**2 / n2), over the scored rewards of both ends.
 
     Welch's form: the ends need not have the same spread. Members count as independent draws, which those of
     one prompt are given the policy.
@@ -250,6 +253,8 @@ def step_problems(steps: Sequence[Step], mode: str) -> list[str]:
         members = prompts * step["group_size"]
         lengths = {"prompt_tokens": prompts}
         lengths |= dict.fromkeys(("rewards", "advantages", "response_lengths", "truncated"), members)
+        if "resampled_rewards" in step:
+            lengths["resampled_rewards"] = len(step.get("resampled_row_ids", [])) * step["group_size"]
         for field, expected in lengths.items():
             if len(step[field]) != expected:
                 problems.append(f"{where}: {field} has {len(step[field])} entries; expected {expected}")
@@ -268,7 +273,12 @@ def step_problems(steps: Sequence[Step], mode: str) -> list[str]:
 
 
 def _end_rewards(steps: Sequence[Step], window: int, end: str) -> list[float]:
-    """Scored rewards of the first or last steps; none if the ends would overlap."""
+    """Scored rewards that were sampled in the first or last steps; none where `reward_mean_of` is null."""
     if len(steps) < 2 * window:
         return []
-    return scored_rewards(steps[:window] if end == "first" else steps[-window:])
+    # A step that did not sample is a further update on a rollout whose rewards are an earlier step's already.
+    sampled = [s for s in (steps[:window] if end == "first" else steps[-window:]) if "sample" in s["seconds"]]
+    if any(step.get("resampled_row_ids") and "resampled_rewards" not in step for step in sampled):
+        return []
+    dropped = [reward for step in sampled for reward in step.get("resampled_rewards", []) if reward is not None]
+    return scored_rewards(sampled) + dropped

@@ -36,10 +36,11 @@ def step_record(
         "step": step,
         "row_ids": [row_ids[r.number] for r in rollouts],
         "resampled_row_ids": [row_ids[r.number] for r in report.dropped],
+        "resampled_rewards": reward_list(report.dropped),
         "prompt_tokens": [int(r.prompt.size) for r in rollouts],
         "mode": policy.mode,
         "group_size": policy.group,
-        "rewards": [float(x) if np.isfinite(x) else None for x in rewards],
+        "rewards": reward_list(rollouts),
         "advantages": [float(x) for r in rollouts for x in r.advantages],
         "response_lengths": [len(ids) for r in rollouts for ids in r.responses],
         "truncated": truncated,
@@ -57,6 +58,11 @@ def step_record(
         "prefix_age": report.prefix_age,
         "adapter_fingerprint": report.adapter_fingerprint,
     }
+
+
+def reward_list(rollouts: Sequence[Rollout]) -> list[float | None]:
+    """A member each, the members of one prompt together; None where unscorable."""
+    return [float(x) if np.isfinite(x) else None for r in rollouts for x in r.rewards]
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

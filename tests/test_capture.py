@@ -158,6 +158,8 @@ def test_h2_a_prompt_past_the_position_range_is_refused():
         ([1, 2, 3], {"capacity": 2}, "capacity=2; accepted: at least the 3 tokens"),
         ([1, -1], {}, "token id -1 at index 1; accepted: 0 to 287"),
         ([288, 1], {}, "token id 288 at index 0; accepted: 0 to 287"),
+        ([1, 2], {"record": ("routes",)}, r"record=\('routes',\) with keep=None; accepted: kinds and what"),
+        ([1, 2], {"keep": print}, r"record=\(\) with keep=<built-in function print>; accepted: .* or neither"),
     ],
 )
 def test_bad_input_is_named(tokens, options, message):

@@ -84,7 +84,7 @@ def resident(where: parity.Side, *, chunk: int = CHUNK, record: tuple[str, ...] 
         fingerprint=tiny.FINGERPRINT,
         capacity=POLICY.capacity,
         record=record,
-        keep=kept.append,
+        keep=kept.append if record else None,
     )
     return refresh.Resident(PROMPT, prefix, 0, kept if record else None)
 

@@ -183,15 +183,18 @@ def capture(
       chunk: tokens a step, any length of at least 1; with prefix_store "host" a multiple of a page a device.
       fingerprint: of (base, adapters), see freshness.py; kept with the state.
       capacity: tokens to make room for, by default those given; equal capacities share compiled programs.
-      progress: called with the number of tokens captured after each chunk.
+      progress: called with the number of tokens captured after each chunk, once the devices are through with it.
       record: kinds of choices that `keep` is called with after each chunk: selections are 4 x index_topk bytes a
         token and full layer, routes 4 x num_experts_per_tok a token and sparse layer.
 
     Raises:
       ConfigError: more tokens than max_position_embeddings - 1.
-      ValueError: chunk, capacity, a token id or a kind out of range.
+      ValueError: chunk, capacity, a token id or a kind out of range; `record` without `keep`, or the other way round.
     """
     choices.check_record(record)
+    if bool(record) != (keep is not None):
+        said = f"record={tuple(record)} with keep={keep}"
+        raise ValueError(f"{said}; accepted: kinds and what is called with their choices, or neither")
     tokens = np.asarray(tokens, np.int32)
     state = pages.allocate(model, room(model, tokens, chunk, capacity))
     for start, count, ids in chunk_ids(model, tokens, chunk):
@@ -202,6 +205,7 @@ def capture(
         else:
             state = capture_chunk(*args)
         if progress is not None:
+            jax.block_until_ready(state)
             progress(start + count)
     # Last, because a chunk donates the state it extends and the caller keeps the fingerprint.
     return dataclasses.replace(state, fingerprint=fingerprint)

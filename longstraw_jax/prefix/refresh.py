@@ -46,8 +46,8 @@ def refresh(
       base_fingerprint: of `base`, taken once.
       adapters: None for a prompt that the base policy captures (`frozen` mode): it stays valid for ever.
       tokens: the whole prompt, the boundary token included.
-      held: what the devices hold. Its pages are freed before a new prompt's are filled, so that one prompt is
-        resident at a time; do not use it afterwards.
+      held: what the devices hold. Its pages are freed, and its choices emptied, before a new prompt's are filled, so
+        that one prompt is resident at a time, on the host too; do not use it afterwards.
       chunk, capacity, progress: as in `capture`.
       step: optimizer steps so far, kept with a new capture.
       record: kinds of choices of each chunk to keep on the host.
@@ -61,7 +61,9 @@ def refresh(
             return held
         for pool in jax.tree.leaves((held.prefix.latents, held.prefix.index_keys)):
             pool.delete()
-    kept: list[Choices] = []
+        if held.choices is not None:
+            held.choices.clear()
+    kept: list[Choices] | None = [] if record else None
     prefix = capture(
         model,
         base,
@@ -72,9 +74,9 @@ def refresh(
         capacity=capacity,
         progress=progress,
         record=record,
-        keep=lambda chosen: kept.append(jax.device_get(chosen)),
+        keep=None if kept is None else lambda chosen: kept.append(jax.device_get(chosen)),
     )
-    return Resident(tokens, jax.block_until_ready(prefix), step, kept if record else None)
+    return Resident(tokens, jax.block_until_ready(prefix), step, kept)
 
 
 def _is_current(held: Resident, tokens: np.ndarray, expected: UInt[Array, "2"]) -> bool:

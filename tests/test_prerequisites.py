@@ -1,5 +1,7 @@
 """Prerequisites: everything that stands in a run's way at once, and the run refuses the same."""
 
+import dataclasses
+import functools
 import pathlib
 import shutil
 
@@ -12,6 +14,7 @@ from ml_collections import ConfigDict
 from longstraw_jax import fingerprint
 from longstraw_jax.evidence import prerequisites, topology
 from longstraw_jax.evidence.prerequisites import BLOCKER, NOT_CHECKED, OK
+from longstraw_jax.rl import objectives
 
 ON_32 = {"mesh.devices": 32}
 CPU_32 = topology.parse("cpu:32")
@@ -103,6 +106,48 @@ def test_memory_is_that_of_the_largest_phase():
         assert status == want and f"in phase '{phase}' (" in detail
         kinds = [k for k in ("a chunk", "tails", "member's gradients") if f", {k} " in detail]
         assert kinds == [kind]
+
+
+@functools.cache
+def parts_on_32():
+    return prerequisites.examine(tiny_jobs.config(**ON_32), pathlib.Path("runs"))[0]
+
+
+def needed(**changes):
+    """Bytes in each phase by kind, with these changes to the policy."""
+    parts = parts_on_32()
+    policy = dataclasses.replace(parts.policy, **changes)
+    return prerequisites.memory_need(parts.model, parts.optimizer, policy, policy.capacity)
+
+
+def test_memory_counts_recorded_choices():
+    """While sampling a device holds those of its one member of 8 tokens and the group's; padded to 32 in the others."""
+    without = needed(updates=2)
+    both = {"router_replay": True, "selection_replay": True}
+    for changes, token in (
+        ({"router_replay": True}, 4 * 2),  # experts, in one sparse layer
+        (both, 4 * (2 + 16)),  # and keys, in one full layer
+    ):
+        tokens = {"sample 4": (1 + 4) * 8, "score": 4 * 32, "replay": 32}
+        assert needed(updates=2, **changes) == {
+            name: kinds | ({"recorded choices": token * tokens[name]} if name in tokens else {})
+            for name, kinds in without.items()
+        }
+    assert "recorded choices" not in needed(**both)["score"]  # one update: the old policy is not scored
+
+
+def test_memory_counts_the_references_prompt_beside_the_policys():
+    """And that can be what does not fit; a frozen prompt is the reference's own."""
+    objective, config, without = objectives.GRPOConfig(beta=0.1), parts_on_32().model.config, needed()
+    need = needed(objective=objective)
+    own = need["capture"]["latent pages"] + need["capture"]["index keys"]
+    assert own == 64 * 4 * (2 * config.latent_dim + config.index_head_dim)  # a page: short prompts have one a device
+    assert need == without | {"reference": need["capture"] | {"reference pages": own}}
+    assert needed(objective=objective, mode="frozen") == without
+    chips = topology.parse("tpu:v5p:4x4x2")._replace(memory=max(sum(kinds.values()) for kinds in without.values()))
+    assert examine(chips=chips, **ON_32)["memory"][0] == OK
+    status, detail = examine(chips=chips, **ON_32 | {"grpo.beta": 0.1})["memory"]
+    assert status == BLOCKER and "in phase 'reference' (" in detail and ", reference pages " in detail
 
 
 def test_the_mesh_must_be_the_topologys():

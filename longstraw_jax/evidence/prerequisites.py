@@ -18,11 +18,11 @@ from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import fingerprint, job_config, launch, lora, rollout, sampling, sharding, train
+from longstraw_jax import fingerprint, job_config, launch, lora, replay, rollout, sampling, sharding, train
 from longstraw_jax.evidence import plan, plan_programs
 from longstraw_jax.evidence.topology import Topology
 from longstraw_jax.io import data, hf_checkpoint, prompt, tokenizer
-from longstraw_jax.model import decoder
+from longstraw_jax.model import choices, decoder
 from longstraw_jax.prefix import pages
 from longstraw_jax.rl import rewards
 from longstraw_jax.types import PAGE, Model
@@ -264,25 +264,42 @@ def memory_need(
 ) -> dict[str, dict[str, int]]:
     """Bytes of a device by kind in each phase, from shapes and shardings; temporaries by the plan's formula.
 
-    Of the sampler's temporaries the members' tails and logits are counted; of replay's, the gradients alone.
+    Of the sampler's temporaries the members' tails and logits are counted, of replay's the gradients; and with recorded
+    choices those of a device's own members and the whole group's, which every device holds as sampling ends, the
+    group's again while the old policy is scored, and a member's in replay. "reference" is the capture of the
+    reference's own prompt within scoring, beside the policy's.
     """
     devices, config = model.devices, model.config
     chunk = -(-min(policy.chunk, tokens) // devices) * devices
     sizes = plan_programs.Sizes(tokens, chunk, policy.max_new_tokens, (policy.group,), policy.mode)
     rows = -(-policy.group // devices)
-    tails = jax.eval_shape(lambda: sampling.empty_tails(model, rows, policy.max_new_tokens))
+
+    def size(make):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make)))
+
+    def recorded(members, length):
+        return size(lambda: choices.empty(config, members, length, policy.recorded))
+
     capacity = pages.page_count(tokens, devices) * PAGE
     walk = {"a chunk": plan.capture_estimate(config, chunk, capacity, devices, model.expert_load)}
     sampler = {
-        "tails": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tails)),
+        "tails": size(lambda: sampling.empty_tails(model, rows, policy.max_new_tokens)),
         "logits": LOGIT_ROWS * rows * config.vocab_size * np.dtype(np.float32).itemsize,
     }
-    temporaries = {"capture": walk, "reverse": walk, f"sample {policy.group}": sampler}
+    temporaries = {"capture": walk, "reverse": walk, f"sample {policy.group}": sampler, "score": {}, "replay": {}}
+    if policy.recorded:
+        padded = replay.pad_length(policy.max_new_tokens, devices)
+        sampler["recorded choices"] = recorded(rows + policy.group, policy.max_new_tokens)
+        temporaries["replay"]["recorded choices"] = recorded(1, padded)
+        if policy.updates > 1:
+            temporaries["score"]["recorded choices"] = recorded(policy.group, padded)
     need = {}
     for name, program in plan_programs.programs(model, train.make_optimizer(optimizer), sizes).items():
         kinds = program.arguments | program.beside
         held = {kind: plan.shard_bytes(tree)["device"] for kind, tree in kinds.items()}
         need[name] = held | temporaries.get(name, {})
+        if name == "capture" and policy.objective.beta > 0 and policy.mode != "frozen":
+            need["reference"] = need[name] | {"reference pages": held["latent pages"] + held["index keys"]}
     return need
 
 

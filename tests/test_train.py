@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tiny_jobs
 
-from longstraw_jax import exact_gradient, fingerprint, lora, phases, replay, rollout, train
+from longstraw_jax import fingerprint, lora, replay, rollout, train
+from longstraw_jax.model import choices
 from longstraw_jax.prefix import freshness, refresh
 from longstraw_jax.prefix.capture import capture
 from longstraw_jax.rl.objectives import GRPOConfig
@@ -59,7 +60,9 @@ def byte_means(number, responses):
     return np.asarray([np.mean(ids) / 288 for ids in responses], np.float32), []
 
 
-def transact(state, *, prompts=None, reward=byte_means, seed=0, held=None, spare=None, between=None, **changes):
+def transact(state, *, prompts=None, reward=byte_means, seed=0, **changes):
+    """One transaction on the policy with these changes; what transaction itself takes is passed on."""
+    passed = {name: changes.pop(name) for name in ("held", "spare", "between", "progress") if name in changes}
     return train.transaction(
         job().model,
         policy(**changes),
@@ -70,9 +73,7 @@ def transact(state, *, prompts=None, reward=byte_means, seed=0, held=None, spare
         [prompt()] if prompts is None else prompts,
         reward,
         jax.random.key(seed),
-        held=held,
-        spare=spare,
-        between=between,
+        **passed,
     )
 
 
@@ -302,31 +303,63 @@ def test_j1_a_second_update_has_a_ratio_and_the_prompt_state_of_its_own_weights(
     assert "capture" in second.seconds and "sample" not in second.seconds
 
 
-def test_e4_choices_of_the_rollout_are_held_in_every_update():
-    """The first update is what it is without; others in their place give another gradient."""
+def other_choices(held):
+    """Neighbours of the experts, and the prompt's first keys instead of those selected."""
+
+    def first_keys(ids):
+        return np.where(ids < 0, ids, np.arange(ids.shape[-1], dtype=ids.dtype))
+
+    def neighbours(ids):
+        return np.where(ids < 0, ids, ids ^ 1)
+
+    return choices.Choices(jax.tree.map(first_keys, held.selections), jax.tree.map(neighbours, held.routes))
+
+
+def test_e4_choices_of_the_rollout_are_held_in_every_update(monkeypatch):
+    """With the policy's own choices the first update is what it is without; then with others in their place.
+
+    What a policy would not choose tells holding from choosing again: old scores that leave the free ones, and a replay
+    that follows them at ratio 1, in the next update too.
+    """
     start, options = trained_state(), dict(updates=2, mode="exact", router_replay=True, selection_replay=True)
     _, (free, _), _ = transact(start, updates=2, mode="exact")
-    _, (first, second), held = transact(start, **options)
+    _, (first, second), _ = transact(start, **options)
     assert first.metrics["max_abs_log_ratio"] < 1e-5 < 1e-3 < second.metrics["max_abs_log_ratio"]
     assert first.loss_sum == pytest.approx(free.loss_sum, abs=1e-4)
     assert first.grad_norm == pytest.approx(free.grad_norm, rel=1e-4)
 
-    args = (job().model, policy(**options), job().base)
-    clock, key = phases.Clock(), jax.random.key(0)
-    members, _ = rollout.roll_out(*args, start.adapters, held, 0, byte_means, key, clock)
-    members = rollout.scored(*args, base_words(), start.adapters, held, members)
-    assert members.choices.selections[0].shape == (G, 1, 1, T, job().model.config.index_topk)
-    others = dataclasses.replace(
-        members.choices, routes=jax.tree.map(lambda ids: np.where(ids < 0, ids, ids ^ 1), members.choices.routes)
-    )
+    real, own, groups, states = (rollout.scored, train.apply_update), [], [], []
 
-    def norm(group):
-        page_grads = exact_gradient.zero_page_grads(job().model, held.prefix)
-        copies = lora.per_device(start.adapters, job().model.mesh)
-        total, _ = train.add_group(*args, copies, held.prefix, group, None, page_grads)
-        return float(train.apply_update(job().model, optimizer(), start, total)[1]["grad_norm"])
+    def scored_otherwise(*args, **told):
+        *rest, group = args
+        own.append(group.choices)
+        others = dataclasses.replace(group, choices=other_choices(group.choices))
+        groups.append(real[0](*rest, others, **told))
+        return groups[-1]
 
-    assert abs(norm(dataclasses.replace(members, choices=others)) / norm(members) - 1) > 1e-2
+    def updated(*args):
+        states.append(real[1](*args))
+        return states[-1]
+
+    monkeypatch.setattr(rollout, "scored", scored_otherwise)
+    monkeypatch.setattr(train, "apply_update", updated)
+    _, reports, held = transact(start, **options)
+    (group,), (after, _) = groups, states[0]
+    assert group.choices.selections[0].shape == (G, 1, 1, T, job().model.config.index_topk)
+    assert reports[0].metrics["max_abs_log_ratio"] < 1e-5 < 1e-2 < reports[0].metrics["sampling/max_abs_log_ratio"]
+    assert np.abs(np.where(group.mask, group.old_logp - group.sampler_logp, 0.0)).max() > 1e-2
+    assert abs(reports[0].grad_norm / first.grad_norm - 1) > 1e-2
+
+    def widest(kept):
+        """Largest distance from the old scores in the second update: the prompt held last is its own."""
+        batch = (group.inputs, group.targets, group.lengths, 1.0)
+        logp, _ = replay.score(job().model, job().base, after.adapters, held.prefix, *batch, kept)
+        return np.abs(np.where(group.mask, np.asarray(logp) - group.old_logp, 0.0)).max()
+
+    found = reports[1].metrics["max_abs_log_ratio"]
+    assert found == pytest.approx(widest(group.choices), abs=1e-5)
+    for kind in choices.KINDS:  # of either kind the policy's own would show
+        assert abs(found - widest(dataclasses.replace(group.choices, **{kind: getattr(own[0], kind)}))) > 1e-3
 
 
 def test_j1_a_held_prompt_of_other_adapters_is_freed_and_never_used():
@@ -468,23 +501,38 @@ def test_a2_dynamic_sampling_without_need_changes_no_bit():
     assert same_bits(found, want) and again.dropped == [] and again.metrics == report.metrics
 
 
-def test_what_is_raised_between_phases_leaves_the_state_as_it_was():
-    """At every boundary of a step: the same step taken afterwards has the same bits."""
-    phases, start = [], trained_state()
+@pytest.mark.parametrize(
+    "mode, objective, calls",
+    [
+        # None as a phase begins; 67 tokens in chunks of 64, in captures and in the reverse pass; four members.
+        ("exact", PLAIN, [None, 64, 67, None, None, None, None, 1, 2, 3, 4, None, 3, 67, None]),
+        ("detached", NO_SIGNAL_OUT, [None, 64, 67, None, None, None, 64, 67, None, 1, 2, 3, 4, None]),
+    ],
+    ids=["exact", "with a reference"],
+)
+def test_what_is_raised_within_a_step_leaves_the_state_as_it_was(mode, objective, calls):
+    """At every phase, chunk and member: the same step taken afterwards has the same bits."""
+    start, seen = trained_state(), []
     before = fingerprint.tree_fingerprint(start)
-    want, _, _ = transact(start, between=lambda: phases.append(1))
-    for stop in range(1, len(phases) + 1):
-        passed = []
 
-        def between(passed=passed, stop=stop):
-            passed.append(1)
-            if len(passed) == stop:
+    def take(stop=None):
+        seen.clear()
+
+        def step(done=None):
+            seen.append(done)
+            if len(seen) == stop:
                 raise InterruptedError
 
+        options = {"prompts": [prompt(1)], "mode": mode, "objective": objective}
+        return transact(start, between=step, progress=step, **options)[0]
+
+    want = take()
+    assert seen == calls
+    for stop in range(1, len(calls) + 1):
         with pytest.raises(InterruptedError):
-            transact(start, between=between)
+            take(stop)
         assert fingerprint.tree_fingerprint(start) == before
-    assert len(phases) == 6 and same_bits(transact(start)[0], want)
+    assert same_bits(take(), want)
 
 
 def test_the_entropy_bonus_moves_adapters_towards_entropy():
@@ -533,13 +581,14 @@ def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
     adapters, words = trained_state().adapters, base_words()
     options = {"chunk": job().policy.chunk, "capacity": job().policy.capacity}
 
-    def ask(adapters, tokens, held, step):
-        return refresh.refresh(job().model, job().base, words, adapters, tokens, held, step=step, **options)
+    def ask(adapters, tokens, held, step, **more):
+        return refresh.refresh(job().model, job().base, words, adapters, tokens, held, step=step, **options, **more)
 
-    held = ask(adapters, prompt(), None, 4)
-    assert held.captured_at == 4 and ask(adapters, prompt(), held, 7) is held
+    held = ask(adapters, prompt(), None, 4, record=("selections",))
+    assert held.captured_at == 4 and ask(adapters, prompt(), held, 7) is held and held.choices
     new = ask(fresh_state().adapters, prompt(), held, 7)
     assert new.captured_at == 7 and held.prefix.index_keys[0].is_deleted()
+    assert held.choices == [] and new.choices is None  # nor are two prompts' selections on the host
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def exact_prefix_vjp(
       chunk: tokens a step. With the capture's, selecting again gives what the capture selected.
       held: choices of each of the capture's chunks in order (its `keep`), None to choose again. Kept selections cost
         4 x index_topk bytes a token and full layer; selecting again costs the capture's index scores.
-      progress: called with the number of tokens done after each chunk.
+      progress: called with the number of tokens done after each chunk, once the devices are through with it.
 
     Returns:
       The adapters' gradients, per device (lora.finalise): `grads` as they are where all gradient pages are 0.
@@ -160,5 +160,6 @@ def exact_prefix_vjp(
             jax.device_put(chosen, where), page_grads, grads,
         )  # fmt: skip
         if progress is not None:
+            jax.block_until_ready(grads)
             progress(tokens.size - start)
     return grads

@@ -255,8 +255,14 @@ def scored(
     adapters: Params,
     held: refresh.Resident,
     group: Group,
+    *,
+    progress: Callable[[int], None] | None = None,
 ) -> Group:
-    """The group with the old and the reference log-probabilities that its objective reads."""
+    """The group with the old and the reference log-probabilities that its objective reads.
+
+    Args:
+      progress: of the reference's capture, see `capture.capture`; a group is scored in one program.
+    """
     batch = (group.inputs, group.targets, group.lengths, config.temperature)
     old_logp = ref_logp = None
     if config.updates > 1:
@@ -266,6 +272,6 @@ def scored(
         prefix = held.prefix
         if config.mode != "frozen":
             plain = dataclasses.replace(config, mode="frozen", keep_selection=False)
-            prefix = resident(model, plain, base, base_fingerprint, None, held.tokens, None).prefix
+            prefix = resident(model, plain, base, base_fingerprint, None, held.tokens, None, progress=progress).prefix
         ref_logp, _ = replay.score(model, base, None, prefix, *batch)
     return jax.tree.map(np.asarray, dataclasses.replace(group, old_logp=old_logp, ref_logp=ref_logp))

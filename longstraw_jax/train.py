@@ -193,6 +193,8 @@ def add_group(
     group: Group,
     total: Total | None,
     page_grads: exact_gradient.PageGrads | None = None,
+    *,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[Total, exact_gradient.PageGrads | None]:
     """Replays every member in turn and adds its gradients, loss and metrics; one member's graph is alive at a time.
 
@@ -200,12 +202,16 @@ def add_group(
       adapters: from lora.per_device.
       total: what came before, None for nothing. It is donated.
       page_grads: for `exact`, gradient pages to which every member adds. They are donated.
+      progress: called with the number of members done after each, once the devices are through with it.
     """
     for g in range(group.inputs.shape[0]):
         member = jax.tree.map(lambda x, g=g: x[g], group)
         args = (base, adapters, prefix, member, config.temperature, page_grads)
         one, page_grads = member_gradient(model, config.objective, config.max_new_tokens, *args)
         total = one if total is None else add_totals(total, one)
+        if progress is not None:
+            jax.block_until_ready(total)
+            progress(g + 1)
     return total, page_grads
 
 
@@ -217,12 +223,15 @@ def add_prompt(
     resident: refresh.Resident,
     page_grads: exact_gradient.PageGrads,
     total: Total,
+    *,
+    progress: Callable[[int], None] | None = None,
 ) -> Total:
     """Adds the prompt's own term, for `exact`: one reverse pass for all members of `page_grads`.
 
     Args:
       adapters: from lora.per_device.
       page_grads, total: from add_group. They are donated.
+      progress: see `exact_gradient.exact_prefix_vjp`.
     """
     grads = exact_gradient.exact_prefix_vjp(
         model,
@@ -234,6 +243,7 @@ def add_prompt(
         total.grads,
         chunk=config.chunk,
         held=resident.choices,
+        progress=progress,
     )
     return dataclasses.replace(total, grads=grads)
 
@@ -305,9 +315,10 @@ def transaction(
       spare: the further prompt of a number from len(prompts) on, each asked for once and in order; needed with
         config.max_resamples.
       held: the prompt left on the devices by the transaction before; used up, see refresh.py.
-      progress: see `capture.capture`.
-      between: called before each phase. What it raises ends the transaction, and `state` is as it was: but for `held`
-        nothing that was given is used up.
+      progress: called within the long phases: after each chunk of a capture (the reference's too) and of the reverse
+        pass with the tokens done, after each replayed member with the members done.
+      between: called before each phase. What this or `progress` raises ends the transaction, and `state` is as it was:
+        but for `held` nothing that was given is used up.
 
     Returns:
       The state, one report an optimizer step, and the prompt left on the devices.
@@ -342,18 +353,19 @@ def transaction(
                     group, rolled = roll_out(number)
                 with clock.phase("score"):
                     args = (model, config, base, base_fingerprint, state.adapters, held, group)
-                    groups.append(rollout.scored(*args))
+                    groups.append(rollout.scored(*args, progress=progress))
                 rollouts.append(rolled)
             age = max(age, int(state.step) - held.captured_at)
             with clock.phase("replay"):
                 page_grads = exact_gradient.zero_page_grads(model, held.prefix) if config.mode == "exact" else None
                 total, page_grads = add_group(
-                    model, config, base, adapters, held.prefix, groups[slot], total, page_grads
+                    model, config, base, adapters, held.prefix, groups[slot], total, page_grads, progress=progress
                 )
                 jax.block_until_ready(total)
             if config.mode == "exact":
                 with clock.phase("reverse"):
-                    total = add_prompt(model, config, base, adapters, held, page_grads, total)
+                    args = (model, config, base, adapters, held, page_grads, total)
+                    total = add_prompt(*args, progress=progress)
                     jax.block_until_ready(total)
         with clock.phase("finalise"):
             state, info = apply_update(model, optimizer, state, total)

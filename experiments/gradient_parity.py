@@ -4,7 +4,7 @@ python experiments/gradient_parity.py --config=experiments/configs/parity_tiny.p
     --modes=frozen,detached,exact --out=parity.json
 
 The baseline runs on its own choices ("free") and held to those of capture and replay: the second is what passes or
-fails, with a bound on the share of choices that differ.
+fails, with bounds on the share of choices that differ and on how far from a tie they are.
 
 The policy is the config's checkpoint or, without one, random weights for model.architecture; its adapters are random.
 Exit status: 0 all within tolerance, 1 not, 2 bad usage.
@@ -26,7 +26,7 @@ from ml_collections import ConfigDict, config_flags
 from longstraw_jax import config as config_lib
 from longstraw_jax import fingerprint, job_config, lora, rollout, sharding, train
 from longstraw_jax.command import parse_flags
-from longstraw_jax.evidence import parity, receipt
+from longstraw_jax.evidence import flips, parity, receipt
 from longstraw_jax.io import hf_checkpoint
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
@@ -182,7 +182,7 @@ def flip_table(flipped: dict[str, Any]) -> list[str]:
         for kind, layers in kinds.items():
             number, of = (sum(x[field] for x in layers.values()) for field in ("flipped", "choices"))
             each = ", ".join(f"{i}: {x['flipped']}" for i, x in layers.items() if x["flipped"])
-            widest = max((x["widest_gap"] for x in layers.values() if x["widest_gap"] is not None), default=None)
+            widest = flips.widest_gap(layers.values())
             gap = "" if widest is None else f"; scores of a token's first at most {widest:.1e} of the largest apart"
             lines.append(f"{mode:9} {kind}: {number} of {of} flipped; by layer {each or 'none'}{gap}")
     return lines

@@ -14,7 +14,7 @@ from absl import flags
 from longstraw_jax import lora, rollout, sharding
 from longstraw_jax.config import LORA_TARGETS, LoraConfig, model_config_from_hf
 from longstraw_jax.evidence import parity
-from longstraw_jax.model import decoder
+from longstraw_jax.model import choices, decoder
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
 
@@ -211,11 +211,47 @@ def test_clipping_without_a_clipped_token_is_a_problem():
     assert "accepted: above 0" in parity.case_problems("clipping", good_case(), parity.TOLERANCES["float32"])[0]
 
 
+CHOSEN = dict(choices=2000, flipped=0, tokens=1, first=1, invalid=0, widest_gap=None)  # of a layer
+
+
 def test_more_flipped_choices_than_the_bound_are_a_problem_of_their_kind():
-    layer = dict(choices=2000, flipped=1, tokens=1, first=1, widest_gap=None)
+    layer = CHOSEN | {"flipped": 1}
     flipped = {"selections": {0: layer, 2: layer}, "routes": {2: layer | {"flipped": 3}}}
     (line,) = parity.choice_problems(flipped, parity.TOLERANCES["float32"])
     assert line == "routes: 0.0015 of the choices are flipped; accepted: at most 0.001"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_wrong_choice_far_from_a_tie_is_a_problem_however_small_its_share(dtype):
+    tolerance = parity.TOLERANCES[dtype]
+    near, far = (CHOSEN | {"widest_gap": gap} for gap in (tolerance.gap, 1.1 * tolerance.gap))
+    assert parity.choice_problems({"selections": {0: CHOSEN, 2: near}}, tolerance) == []
+    (line,) = parity.choice_problems({"selections": {0: far, 2: near}}, tolerance)
+    said = "selections: the scores of a flipped choice and of the one it displaced are"
+    assert line.startswith(f"{said} {1.1 * tolerance.gap} of the largest apart; accepted: at most ")
+
+
+def test_a_choice_that_no_tie_explains_is_a_problem_with_and_without_scores():
+    (line,) = parity.choice_problems({"routes": {2: CHOSEN | {"invalid": 1}}}, parity.TOLERANCES["float32"])
+    assert line == "routes: 1 choices are missing, doubled or out of reach; accepted: 0"
+
+
+def test_flipped_keys_of_responses_are_within_their_reach(monkeypatch):
+    """A response's tokens stand behind the prompt's: the first key instead of the nearest but K is a flip, no more."""
+    config, prompt, longest = MODEL.config, np.arange(12, dtype=np.int32), 4
+    top, tokens = config.index_topk, prompt.size + longest
+    back = np.arange(tokens)[:, None] - np.arange(top)
+    near = np.where(back < 0, -1, back).astype(np.int32)
+    far = np.where((back > 0) & (np.arange(top) == top - 1), 0, near)
+    routes = ((None, np.tile(np.arange(config.num_experts_per_tok, dtype=np.int32), (1, 1, tokens, 1))),)
+    theirs, own = (choices.Choices((ids[None, None],), routes) for ids in (near, far))
+    monkeypatch.setattr(parity, "full_choices", lambda *args: (own, None))
+    targets, lengths = np.zeros((2, longest), np.int32), np.asarray([longest, 2])
+    group = rollout.Group(targets, targets, lengths, *[None] * 5)
+    _, flipped = parity._own_choices(parity.Side(MODEL, None, None), "exact", prompt, group, [theirs] * 2)
+    (layer,) = flipped["selections"].values()
+    seen = prompt.size - 1 + longest + 2  # the prompt once; its first tokens reach no further than K
+    assert (layer["flipped"], layer["tokens"], layer["invalid"]) == (seen - top, seen - top, 0)
 
 
 def test_masks_of_the_modes_end_before_the_boundary_token():
@@ -261,8 +297,8 @@ def test_the_receipt_counts_every_choice_and_its_flips(receipt):
         assert flipped["selections"]["0"]["choices"] == keys
         experts = ARCHITECTURE["num_experts_per_tok"] * (prompt + sum(responses))
         assert flipped["routes"]["1"]["choices"] == experts
-        assert all(x["flipped"] == 0 for layers in flipped.values() for x in layers.values())
-    assert receipt["tolerance"]["flipped"] == 1e-3
+        assert all(x["flipped"] == x["invalid"] == 0 for layers in flipped.values() for x in layers.values())
+    assert receipt["tolerance"]["flipped"] == receipt["tolerance"]["gap"] == 1e-3
 
 
 def test_the_stated_share_of_tokens_is_clipped(receipt):

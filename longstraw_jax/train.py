@@ -341,7 +341,6 @@ def transaction(
 
     for update in range(config.updates):
         clock, age, total = Clock(between), 0, None
-        adapters = lora.per_device(state.adapters, model.mesh)
         for slot, tokens in enumerate(prompts):
             held = capture(rollouts[slot].prompt if update else tokens)
             if update == 0:
@@ -357,6 +356,7 @@ def transaction(
                 rollouts.append(rolled)
             age = max(age, int(state.step) - held.captured_at)
             with clock.phase("replay"):
+                adapters = lora.per_device(state.adapters, model.mesh)
                 page_grads = exact_gradient.zero_page_grads(model, held.prefix) if config.mode == "exact" else None
                 total, page_grads = add_group(
                     model, config, base, adapters, held.prefix, groups[slot], total, page_grads, progress=progress
@@ -367,6 +367,7 @@ def transaction(
                     args = (model, config, base, adapters, held, page_grads, total)
                     total = add_prompt(*args, progress=progress)
                     jax.block_until_ready(total)
+            del adapters, page_grads  # not beside the next prompt's capture
         with clock.phase("finalise"):
             state, info = apply_update(model, optimizer, state, total)
             info = jax.tree.map(np.asarray, jax.block_until_ready(info))

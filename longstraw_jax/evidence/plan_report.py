@@ -95,7 +95,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
         figures.append("-" if received["compiler"] is None else f"{sum(received['compiler'].values()) / GB:.2f}")
         lines.append(f"{name:<10}" + "".join(f"{figure:>12}" for figure in figures))
     lines.append("TFLOP: useful work by formula, and what of it is in routed experts. Traced: the program's products,")
-    lines.append("masked slots too; grouped: at most, every row of every pass. The compiler counts a loop's body once.")
+    lines.append("masked slots too, but one turn of a loop that depends on data (a capture's index scores); grouped: at")
+    lines.append("most, every row of every pass. The compiler counts a loop's body once.")
     top = result["peak"]
     limit = "" if memory is None else f" of {memory / GB:.1f} GB"
     lines += ["", f"peak: {top['program']}, {top['device_bytes'] / GB:.1f} GB{limit}"]
@@ -143,7 +144,9 @@ def picture(result: Mapping[str, Any]) -> bytes:
         if chip["memory"] is not None:
             limit = chip["memory"] / GB
             axes.axvline(limit, color="black", linestyle="--", linewidth=1)
-            axes.text(limit, -0.75, f"{limit:.1f} GB", ha="center", va="bottom", fontsize=8)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            middle, words = (len(reports) - 1) / 2, f"{limit:.1f} GB"
+            axes.text(limit, middle, words, ha="center", va="center", rotation=90, fontsize=8, bbox=box)
             left.append(limit)
         axes.set_xlim(0, 1.12 * max(left))
         axes.invert_yaxis()

@@ -147,6 +147,17 @@ def test_a_damaged_file_is_named(run, tmp_path, name, text, said):
         report.page(tmp_path)
 
 
+def test_a_receipt_that_breaks_its_schema_is_named(run, tmp_path):
+    whole = (run / "receipt.json").read_text()
+    assert whole.count('"created"') == 1
+    shutil.copy(run / "steps.jsonl", tmp_path)
+    for text in (whole.replace('"created"', '"creatad"'), "null", "[]"):
+        (tmp_path / "receipt.json").write_text(text)
+        with pytest.raises(ValueError, match="receipt.json: receipt: ") as caught:
+            report.page(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
 def test_the_command_writes_the_page_and_names_what_is_missing(run, page, tmp_path):
     assert report_command.write(run, tmp_path / "page.html") == len(page.encode())
     assert (tmp_path / "page.html").read_text() == page

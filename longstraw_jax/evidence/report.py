@@ -12,7 +12,13 @@ from typing import Any
 from longstraw_jax.evidence import attended, charts, position_eval, verify
 from longstraw_jax.evidence.charts import number
 from longstraw_jax.evidence.figures import reward_means, scored_rewards, standard_error
-from longstraw_jax.evidence.receipt import CLAIMS, CONFIG_FILE, RECEIPT_FILE, step_schema_problems
+from longstraw_jax.evidence.receipt import (
+    CLAIMS,
+    CONFIG_FILE,
+    RECEIPT_FILE,
+    receipt_schema_problems,
+    step_schema_problems,
+)
 from longstraw_jax.io.metrics import STEPS_FILE, parse_strict_json, read_steps
 from longstraw_jax.io.samples import read_samples, sampled_steps
 
@@ -42,6 +48,9 @@ def page(run_dir: str | os.PathLike) -> str:
     if problems := step_schema_problems(steps):
         raise ValueError(f"{folder / STEPS_FILE}: {problems[0]}")
     receipt = _json(folder / RECEIPT_FILE)
+    # A file that holds `null` is no absent receipt.
+    if (folder / RECEIPT_FILE).is_file() and (problems := receipt_schema_problems(receipt)):
+        raise ValueError(f"{folder / RECEIPT_FILE}: {problems[0]}")
     name = html.escape(folder.resolve().name)
     css = importlib.resources.files(__package__).joinpath("report.css").read_text("utf-8")
     body = [

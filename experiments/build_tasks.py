@@ -94,6 +94,10 @@ def build(values: flags.FlagValues) -> dict[str, Any]:
     if out.suffix != ".jsonl":
         raise ValueError(f"out={values.out!r}; accepted: a file name that ends in .jsonl")
     made = reasoning_rows(values) if values.reasoning else retrieval_rows(values)
+    if not made:
+        raise ValueError(
+            f"kinds={values.kinds}, positions={values.positions} make no rows; accepted: at least 1 of each"
+        )
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made).encode("utf-8")
     record = {
         "rows": len(made),

@@ -70,21 +70,39 @@ def freeze_prompts(path: pathlib.Path, checkpoint_dir: str, values: Any) -> None
         for number, row in enumerate(make([str(values.control_tokens)], ["middle"]), start=len(made)):
             row["extra_info"] |= {"index": number, "control": True}
             made.append(row)
+    if not made:
+        raise ValueError(
+            f"kinds={values.kinds}, positions={values.positions} make no rows; accepted: at least 1 of each"
+        )
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made).encode("utf-8")
     record = {"rows": len(made), "sha256": hashlib.sha256(text).hexdigest(), "parameters": given}
     write_whole(path, text)
     write_whole(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode("utf-8"))
 
 
+def read_record(path: pathlib.Path) -> dict[str, Any]:
+    """The record beside frozen prompts. Raises ValueError for a file that is none."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    kinds = {"sha256": str, "parameters": dict}
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"{path} is no record of prompts; accepted: an object with sha256 and parameters")
+    return record
+
+
 def check_prompts(path: pathlib.Path, dataset: data.Dataset, build: Callable[[Any], np.ndarray], values: Any) -> None:
     """Raises ValueError where the file or a prompt's ids are not those that were frozen, or not those asked for."""
     beside = path.with_suffix(".json")
     if beside.is_file():
-        record, found = json.loads(beside.read_text("utf-8")), dataset.files[str(path)]
+        record, found = read_record(beside), dataset.files[str(path)]
         if record["sha256"] != found:
             raise ValueError(f"prompts={str(path)!r}: sha256 is {found}; accepted: {record['sha256']}, of {beside}")
-        for name, was in record["parameters"].items() if values.tokens else ():
-            if getattr(values, name) != was:
+        # Rows of build_tasks.py have parameters that are no flags here, and lack some that are.
+        asked = [name for name in PARAMETERS if name in record["parameters"]] if values.tokens else []
+        for name in asked:
+            if getattr(values, name) != (was := record["parameters"][name]):
                 raise ValueError(f"{name}={getattr(values, name)}; accepted: {was} of {path}, or another file")
     for row in dataset.rows:
         wanted = (row["columns"].get("extra_info") or {}).get("prompt_sha256")
@@ -190,6 +208,8 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
     out, prompts = pathlib.Path(values.out), pathlib.Path(values.prompts)
     if out.suffix != ".json":
         raise ValueError(f"out={values.out!r}; accepted: a file name that ends in .json")
+    if out.resolve() == (record := prompts.with_suffix(".json")).resolve():
+        raise ValueError(f"out={values.out!r}; accepted: another name than the prompts' record {str(record)!r}")
     if not prompts.exists():
         if not values.tokens:
             raise ValueError(f"prompts={values.prompts!r} does not exist; accepted: a file, or --tokens=N to write it")

@@ -55,6 +55,8 @@ def test_the_same_flags_write_the_same_bytes_and_the_main_job_takes_them(tmp_pat
         ({"tokens": ["230", "many"]}, "tokens=230,many; accepted: positive integers"),
         ({"positions": ["nowhere"]}, "positions='nowhere'; accepted: early, middle"),
         ({"kinds": ["haystack"]}, "kind='haystack'; accepted: needle"),
+        ({"positions": []}, r"positions=\[\] make no rows; accepted: at least 1"),
+        ({"kinds": []}, r"kinds=\[\], .*make no rows; accepted: at least 1"),
         ({"seeds": 0}, "seeds=0; accepted: at least 1"),
         ({"out": "rows.parquet"}, "out='rows.parquet'; accepted: a file name that ends in .jsonl"),
         ({"reasoning": ["gcd"]}, "reasoning='gcd'; accepted: name:size"),

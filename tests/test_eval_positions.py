@@ -9,8 +9,9 @@ import tiny_jobs
 
 from longstraw_jax import fingerprint, lora
 from longstraw_jax.evidence import attended, position_eval
-from longstraw_jax.io import adapter
+from longstraw_jax.io import adapter, data, prompt
 
+import build_tasks  # isort: skip
 import eval_positions  # isort: skip
 
 CHANGES = {"model.yarn_positions": 512}
@@ -131,3 +132,41 @@ def test_a_prompt_that_changed_is_refused(base, folder, tmp_path):
     (tmp_path / "prompts.json").write_text((folder / "prompts.json").read_text())
     with pytest.raises(ValueError, match="sha256 is .*; accepted: .*, of .*prompts.json"):
         eval_positions.run(tiny_jobs.config(**CHANGES), given)
+
+
+def test_the_receipt_does_not_go_over_the_record_of_the_prompts(tmp_path):
+    with pytest.raises(ValueError, match="out='.*prompts.json'; accepted: another name than the prompts' record"):
+        eval_positions.run(tiny_jobs.config(**CHANGES), values(tmp_path, "prompts"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_that_would_be_none_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"positions=\[\] make no rows; accepted: at least 1"):
+        eval_positions.run(tiny_jobs.config(**CHANGES), values(tmp_path, positions=[], control_tokens=0))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Rows of build_tasks.py, read, and what makes their ids."""
+    path, source = tmp_path_factory.mktemp("built") / "rows.jsonl", str(tiny_jobs.checkpoint())
+    given = FLAGS | {"checkpoint": source, "tokens": ["230"], "positions": ["early"], "reasoning": []}
+    build_tasks.build(argparse.Namespace(**given | {"out": str(path)}))
+    reader = build_tasks.reader_of(source, 0)
+    return path, data.read_rows(path), lambda messages: prompt.build_prompt(messages, reader.tokenizer, reader.template)
+
+
+def test_rows_of_build_tasks_are_taken_and_their_parameters_compared(built, tmp_path):
+    path, dataset, build = built
+    given = {"tokens": ["230"], "positions": ["early"]}
+    eval_positions.check_prompts(path, dataset, build, values(tmp_path, **given))
+    with pytest.raises(ValueError, match="digits=5; accepted: 4 of .*rows.jsonl, or another file"):
+        eval_positions.check_prompts(path, dataset, build, values(tmp_path, **given, digits=5))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"sha256": "a"}', '{"sha256": "a", "parameters": []}', "{"])
+def test_a_record_of_another_layout_is_named(built, tmp_path, text):
+    _, dataset, build = built
+    (tmp_path / "prompts.json").write_text(text)
+    with pytest.raises(ValueError, match="prompts.json(: | is no record of prompts; accepted: an object with sha256)"):
+        eval_positions.check_prompts(tmp_path / "prompts.jsonl", dataset, build, values(tmp_path))

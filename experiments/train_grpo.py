@@ -115,7 +115,10 @@ def reward_call(job: Job, rows: list[dict[str, Any]]) -> rollout.RewardCall:
         return values.tolist(), events + rewards.group_metrics(by_function)
 
     def call(number, responses):
-        values, events = launch.on_first(lambda: score(number, responses))
+        try:
+            values, events = launch.on_first(lambda: score(number, responses))
+        except launch.LaunchError as error:  # process 0's, told to the others
+            raise rewards.RewardError(str(error)) from error
         return np.asarray(values, np.float32), events
 
     return call
@@ -137,7 +140,8 @@ def run(
     Raises:
       ValueError: bad input.
       NoSignalError: config.grpo.stop_without_signal; checkpoint and receipt are written.
-      Interrupted: a signal came; checkpoint and receipt are written, but before the first step.
+      RewardError: a reward function failed; checkpoint and receipt are written, but before the first step.
+      Interrupted: a signal came; likewise.
     """
     if (workdir / receipt.CONFIG_FILE).exists():
         receipt.bind_config(workdir, plain(config))  # another configuration's folder: said before weights are read
@@ -203,7 +207,8 @@ def _train(job: Job, workdir: pathlib.Path, signalled: Callable[[], str | None])
             "that they have taught the policy nothing", done, progress.rows,
         )  # fmt: skip
     adapters = jax.tree.map(launch.to_host, state.adapters)
-    status = "finished" if ended is None else "stopped" if isinstance(ended, NoSignalError) else "interrupted"
+    by_signal = isinstance(ended, interrupt.Interrupted)
+    status = "finished" if ended is None else "interrupted" if by_signal else "stopped"
     written = launch.on_first(lambda: finish(job, workdir, adapters, status))
     if ended is not None:
         raise ended
@@ -243,8 +248,8 @@ def _steps(job, workdir, optimizer, state, progress, save, signalled):
                     progress=between,
                     between=between,
                 )
-            except interrupt.Interrupted as signal:  # the step in flight is dropped
-                return state, progress, signal
+            except (interrupt.Interrupted, rewards.RewardError) as ended:  # the step in flight is dropped
+                return state, progress, ended
             seconds = (time.perf_counter() - started) / len(reports)
             for step, report in enumerate(reports, start=done + 1):
                 progress = progress.after(report, len(rows.taken) if step == done + 1 else 0)

@@ -39,6 +39,7 @@ _TYPES: dict[str, Any] = {
     "optimizer": {field.name: float for field in dataclasses.fields(train.OptimizerConfig)},
     "checkpoint": {"every": int, "keep": int},
 }
+MOST_SECONDS = 1_000_000  # a wait of the operating system takes no time limit much longer
 _ACCEPTED = {int: "an integer", float: "a finite number", str: "a string", bool: "True or False"}
 
 
@@ -120,8 +121,8 @@ def value_problems(config: ConfigDict) -> list[str]:
             f"grpo.max_new_tokens={config.grpo.max_new_tokens}"
         )
     for field in ("timeout_s", "answer_timeout_s"):
-        if not config.reward[field] > 0:
-            problems.append(f"reward.{field}={config.reward[field]}; accepted: seconds above 0")
+        if not 0 < config.reward[field] <= MOST_SECONDS:
+            problems.append(f"reward.{field}={config.reward[field]}; accepted: seconds above 0, at most {MOST_SECONDS}")
     return problems
 
 
@@ -183,6 +184,8 @@ def load_tokenizer(folder: pathlib.Path, vocab_size: int) -> tokenizer.Tokenizer
 def read_dataset(config: ConfigDict) -> data.Dataset:
     """The configured rows; each has an answer if a built-in reward compares with one. Raises DataError."""
     paths = list(config.data.paths)
+    if not all(paths):
+        raise data.DataError(f"data.paths={tuple(paths)}; accepted: JSONL or parquet files")
     dataset = data.read_rows(paths)
     if {"exact_match", "boxed_math"} & set(config.reward.functions):
         names = [name for name in columns.ANSWER_COLUMNS if any(name in row["columns"] for row in dataset.rows)]
@@ -218,7 +221,10 @@ def longest_prompt(config: ConfigDict, dataset: data.Dataset, build: Callable[[A
     longest = 0
     for row in dataset.rows:
         try:
-            longest = max(longest, build(row["prompt"]).size)
+            size = build(row["prompt"]).size
+            if not size:
+                raise prompt.PromptError("the prompt has 0 tokens; accepted: at least 1, see the chat template")
+            longest = max(longest, size)
         except prompt.PromptError as error:
             where = f"dataset row of id {row['id']!r}, data.prompt_tokens={config.data.prompt_tokens}"
             raise prompt.PromptError(f"{where}: {error}") from error

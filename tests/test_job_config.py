@@ -2,12 +2,15 @@
 
 import math
 import pathlib
+import types
 
+import numpy as np
 import pytest
 import tiny_jobs
 from ml_collections import ConfigDict
 
 from longstraw_jax import job_config
+from longstraw_jax.io import data, prompt
 
 
 def test_a_sound_configuration_has_no_problems():
@@ -15,12 +18,23 @@ def test_a_sound_configuration_has_no_problems():
 
 
 def test_every_problem_of_the_values_is_told():
-    changes = {"steps": 0, "seed": -1, "checkpoint.every": 0, "data.document": "novel", "reward.timeout_s": 0.0}
+    changes = {"steps": 0, "seed": -1, "checkpoint.every": 0, "data.document": "novel", "reward.timeout_s": 1e300}
     problems = job_config.value_problems(tiny_jobs.config(**changes))
     assert [problem.partition("=")[0] for problem in problems] == [
         "steps", "checkpoint.every", "seed", "data.document", "reward.timeout_s"
     ]  # fmt: skip
     assert all("; accepted: " in problem for problem in problems)
+
+
+def test_a_row_whose_prompt_has_no_token_is_named():
+    rows = types.SimpleNamespace(rows=[{"id": 3, "prompt": "q"}])
+    with pytest.raises(prompt.PromptError, match="row of id 3, .* 0 tokens; accepted: at least 1"):
+        job_config.longest_prompt(tiny_jobs.config(), rows, lambda _: np.zeros((0,), np.int32))
+
+
+def test_paths_that_were_not_given_are_told_by_their_field():
+    with pytest.raises(data.DataError, match=r"^data.paths=\('',\); accepted: JSONL or parquet files"):
+        job_config.read_dataset(tiny_jobs.config(**{"data.paths": ("",)}))
 
 
 def changed(field, value):

@@ -61,3 +61,11 @@ def test_a_record_names_the_rows_that_trained_and_those_that_were_replaced():
     metrics = record["metrics"]
     assert extra.items() <= metrics.items() and metrics["sampling/sampling_logp_difference/max"] == 0.25
     assert metrics["dynamic_sampling/resampled"] == 2 and metrics["dynamic_sampling/without_signal"] == 1
+
+
+def test_the_mean_is_that_of_the_rewards_as_they_are_written():
+    """Large rewards that cancel: a mean in fp32 would differ from what a reader of the log finds."""
+    wide, measured = rolled(0, [-298.0, -607.7, -896.4, 1803.0], [1] * 4), {"sampling/max_abs_log_ratio": 0.25}
+    report = StepReport([wide], [], 3.0, 12.0, 0.5, 0, None, measured, {"replay": 1.0}, 0, "0" * 16)
+    record = step_record(report, POLICY, 1, ["a"], seconds=2.0, peak_bytes=9, extra={})
+    assert record["reward_mean"] == pytest.approx(np.mean(record["rewards"]), abs=1e-9)

@@ -48,6 +48,14 @@ def test_returns_results_from_another_process(worker):
     assert pid != os.getpid() and worker.call("os:getpid", timeout_s=5) == pid
 
 
+def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "lone_module.py").write_text("def one():\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    child = Worker()
+    assert child.call("lone_module:one", timeout_s=60) == 1
+    child.close()
+
+
 def test_the_child_does_not_load_jax(worker):
     assert worker.call(f"{__name__}:loads_jax", timeout_s=60) == (False, "cpu")
 

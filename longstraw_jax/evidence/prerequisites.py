@@ -218,7 +218,7 @@ def _check_hashes(folder: pathlib.Path, weights: bool) -> str:
     if not sums.is_file():
         return f"no {CHECKSUMS} in the folder to compare with"
     wrong, checked, left = [], 0, 0
-    for number, line in enumerate(sums.read_text("utf-8").splitlines(), start=1):
+    for number, line in enumerate(sums.read_text("utf-8", "replace").splitlines(), start=1):
         digest, _, name = line.partition(" ")
         file = folder / name.lstrip(" *")
         if len(digest) != 64 or not name.strip():

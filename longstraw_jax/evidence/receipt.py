@@ -106,7 +106,7 @@ def write_receipt(
       claims: rows of the *gradient* and *quality* claims: `claim`, `status` (shown, not shown, not measured) and
         `evidence` (`figures/<name>` or `artifacts/<path>`). One left out is "not measured". The other two rows
         follow from the figures.
-      status: how the run ended: finished, interrupted (by a signal) or stopped (without a signal in its rewards).
+      status: how the run ended: finished, interrupted (by a signal) or stopped (rewards failed or had no signal).
       window: steps at either end of the run that the rise in reward compares.
 
     Returns:

@@ -44,7 +44,7 @@ def step_record(
         "advantages": [float(x) for r in rollouts for x in r.advantages],
         "response_lengths": [len(ids) for r in rollouts for ids in r.responses],
         "truncated": truncated,
-        "reward_mean": float(scored.mean()) if scored.size else None,
+        "reward_mean": float(scored.astype(np.float64).mean()) if scored.size else None,
         "loss": report.loss_sum / report.loss_count if report.loss_count else 0.0,
         "loss_sum": report.loss_sum,
         "loss_count": report.loss_count,

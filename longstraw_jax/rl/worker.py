@@ -100,7 +100,8 @@ class Worker:
     def _start(self):
         ours, theirs = connection.Pipe()
         command = f"from longstraw_jax.rl.worker import serve; serve({theirs.fileno()}, {self._memory_bytes})"
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        # The working folder last: a script's own folder stands for it in sys.path.
+        path = os.pathsep.join([*(entry or os.getcwd() for entry in sys.path), os.getcwd()])
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", command],
             env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},

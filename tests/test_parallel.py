@@ -454,3 +454,16 @@ def _annotated_calls(checked):
     checked["logits"](hidden, head, None, None)
     index, rows = checked["chunk_rows"](jnp.int32(3), jnp.int32(5), 8, PAGE, None)
     checked["write"](pool[None], rows, jnp.zeros((1, len(rows), DIM)))
+
+
+@pytest.mark.parametrize("devices", (8, 32))
+def test_h1_a_gradient_taken_outside_counts_every_device_once(devices):
+    """Inside the body, the gradient of a loss that all devices share would be counted once a device."""
+
+    @on_mesh(devices, (WHOLE, CTX))
+    def losses(axis, scale, x):
+        every = parallel.gather(scale * x, axis, 0)  # a collective under the gradient
+        return every[parallel.axis_index(axis)][None]
+
+    x = jnp.arange(devices, dtype=jnp.float32)
+    assert jax.grad(lambda scale: losses(scale, x).sum())(1.0) == devices * (devices - 1) / 2

@@ -253,8 +253,11 @@ def test_d4_a_reward_of_nan_is_no_gradient_but_an_unscorable_response():
     assert report.skip_reason is None and report.rollouts[0].advantages[[1, 3]].tolist() == [0, 0]
 
 
-def test_g1_g3_every_target_moves_and_the_base_does_not():
+def test_e7_g1_g3_every_target_moves_and_the_base_does_not():
+    """The router's correction bias is the base's too: no balancing update of it in RL."""
     before = fingerprint.tree_fingerprint(job().base)
+    leaves = jax.tree_util.tree_flatten_with_path(job().base)[0]
+    assert any("e_score_correction_bias" in jax.tree_util.keystr(path) for path, _ in leaves)
     state, start = trained_state(), fresh_state()
     moved = {}
     for site in lora.sites(job().model.config, job().model.lora):

@@ -94,6 +94,17 @@ def test_i1_c6_a_run_resumed_after_an_error_equals_one_without(long_run, tmp_pat
     assert {row["row_ids"][0] for row in read(tmp_path)} == {0, 1, 2}
 
 
+def test_g8_sampler_and_trainer_agree_while_every_projection_of_the_experts_is_trained(long_run):
+    """Gate, up and down of routed and shared experts have adapters that move, and no step drifts from the sampler."""
+    folder, _ = long_run
+    trained = [row["name"] for row in json.loads((folder / "straight" / "trainable.json").read_text())]
+    parts, kinds = ("gate_proj", "up_proj", "down_proj"), ("experts", "shared_experts")
+    wanted = {f"{kind}.{part}.b" for kind in kinds for part in parts}
+    assert wanted <= {".".join(name.split(".")[-3:]) for name in trained}
+    gaps = [step["metrics"]["sampling/sampling_logp_difference/max"] for step in read(folder / "straight")]
+    assert len(gaps) == 6 and max(gaps) < 1e-4
+
+
 def test_a_finished_run_run_again_changes_nothing(long_run):
     folder, changes = long_run
     before = files(folder / "straight")

@@ -222,11 +222,11 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_resumes(long_run, 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     try:
-        with pytest.raises(checkpoint.CheckpointSaveError, match="step 3 still stands") as error:
+        with pytest.raises(checkpoint.CheckpointSaveError, match="step 4 still stands") as error:
             run(tmp_path, **changes)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert isinstance(error.value, OSError) and checkpoints(tmp_path) == [3]
+    assert isinstance(error.value, OSError) and checkpoints(tmp_path) == [3, 4]
     run(tmp_path, **changes)
     same_run(tmp_path, folder / "straight")
 

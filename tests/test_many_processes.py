@@ -164,6 +164,10 @@ def check_same_run(one, four):
     assert b["devices"] | {"processes": 1} == a["devices"] and b["devices"]["processes"] == PROCESSES
     assert a["weights_fingerprint"] == b["weights_fingerprint"]
     for x, y in zip(*(metrics.read_steps(folder / "steps.jsonl") for folder in (one, four)), strict=True):
+        # How far sampler and trainer are apart is round-off itself.
+        for step in (x, y):
+            gaps = [step["metrics"].pop(name) for name in sorted(step["metrics"]) if name.startswith("sampling/")]
+            assert gaps and max(gaps) < 1e-5
         same = ("row_ids", "rewards", "advantages", "response_lengths", "loss", "loss_sum", "loss_count", "metrics")
         assert {name: x[name] for name in same} == {name: y[name] for name in same}
         assert y["grad_norm"] == pytest.approx(x["grad_norm"], rel=1e-6)

@@ -364,8 +364,9 @@ def transaction(
                 jax.block_until_ready(total)
             if config.mode == "exact":
                 with clock.phase("reverse"):
-                    args = (model, config, base, adapters, held, page_grads, total)
-                    total = add_prompt(*args, progress=progress)
+                    total = add_prompt(
+                        model, config, base, adapters, held, page_grads, total, progress=progress
+                    )
                     jax.block_until_ready(total)
             del adapters, page_grads  # not beside the next prompt's capture
         with clock.phase("finalise"):

@@ -169,7 +169,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
                 print(line(record), flush=True)
 
             for number, stage in enumerate(job.stages):
-                static = step_lib.Stage(stage.keys or None, stage.trained, config.optimizer.bias_rate)
+                static = step_lib.Stage(stage.selected or None, stage.trained, config.optimizer.bias_rate)
 
                 def make(i, number=number, stage=stage):
                     seed = (config.seed, number, i)

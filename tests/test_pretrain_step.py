@@ -91,6 +91,13 @@ def test_the_language_loss_and_its_gradient_are_the_sparse_pass_s(params, batch)
         np.testing.assert_allclose(grads[name], want, atol=2e-5 * scale, err_msg=name)
 
 
+def test_a_second_step_compiles_nothing(batch):
+    state, before = step.init_state(PLAIN, OPTIMIZER, 0), step.update._cache_size()
+    for _ in range(2):
+        state, _ = step.update(PLAIN, OPTIMIZER, BOTH, state, batch, RATES)
+    assert step.update._cache_size() == before + 1
+
+
 def test_both_parts_and_the_biases_move(params, after):
     state, metrics = after
     found = moved(params, state.params)

@@ -26,7 +26,7 @@ def small():
     )  # fmt: skip
     config.order = ("long", "sparse")
     for name, steps in (("long", 4), ("sparse", 12)):
-        stage = dict(tokens=LENGTH, rows=2, steps=steps, seconds=0.0, keys=24, trained=("trunk", "indexer"))
+        stage = dict(tokens=LENGTH, rows=2, steps=steps, seconds=0.0, selected=24, trained=("trunk", "indexer"))
         config.stages[name].update(stage)
     config.mix.update(kinds=("needle",), distractors=1)
     config.evaluation.update(tokens=(LENGTH,), questions=4, batch_tokens=2 * LENGTH)
@@ -94,7 +94,7 @@ def test_the_defaults_are_a_model_of_the_stated_size():
         ({"order": ("short", "last")}, "order=.*accepted: one or more of drill, long, medium, short, sparse, warmup"),
         ({"evaluation.tokens": (512,)}, r"evaluation.tokens=\(512,\); accepted: lengths that end with .* 4096"),
         ({"model.index_topk": 4096}, "model.index_topk=4096; accepted: less than a row's 4096 tokens"),
-        ({"stages.sparse.keys": 5000}, "stages.sparse.keys=5000; accepted: 0"),
+        ({"stages.sparse.selected": 5000}, "stages.sparse.selected=5000; accepted: 0"),
         ({"optimizer.kind": "sgd"}, "optimizer.kind='sgd'; accepted"),
         ({"mix.turns": 0}, "mix.turns=0; accepted: 1 or more"),
         ({"model.max_position_embeddings": 2048}, "a row of 4096 tokens exceeds"),

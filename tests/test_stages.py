@@ -8,7 +8,7 @@ import pytest
 from longstraw_jax.pretrain import stages, step
 from longstraw_jax.pretrain.stages import Stage
 
-FIELDS = dict(name="short", tokens=64, rows=2, steps=10, seconds=0.0, keys=8, trained=("trunk", "indexer"))
+FIELDS = dict(name="short", tokens=64, rows=2, steps=10, seconds=0.0, selected=8, trained=("trunk", "indexer"))
 
 
 def batch(i):
@@ -52,7 +52,10 @@ def test_gradients_that_are_not_finite_end_the_run():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("tokens", 8), ("rows", 0), ("steps", 0), ("seconds", -1.0), ("keys", 64), ("trained", ()), ("trained", ("all",))],
+    [
+        *(("tokens", 8), ("rows", 0), ("steps", 0), ("seconds", -1.0), ("selected", 64)),
+        *(("trained", ()), ("trained", ("all",))),
+    ],
 )
 def test_a_field_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=f"stages.short.{field}=.*; accepted"):

@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
         config.stages[name].update(tokens=tokens, rows=rows, steps=steps, seconds=0.0)
         if name != "drill":
             config.stages[name].update(text=0.0, copies=0.3)
-    config.stages.sparse.keys = 24
+    config.stages.sparse.selected = 24
     config.optimizer.update(learning_rate=1e-2, bias_rate=3e-3)
     config.evaluation.update(tokens=(192,), questions=128, batch_tokens=6144)
     config.report_every = 25

@@ -66,13 +66,15 @@ def get_config() -> ConfigDict:
             "order": ("drill", "short", "medium", "long", "warmup", "sparse"),  # of the stages
             "stages": {
                 # Copying first: without it a small model does not find what an answer has to do with the text.
-                "drill": _stage(256, 256, steps=800, seconds=20.0, keys=0, trained=("trunk",), text=0.0, copies=1.0),
-                # keys 0: dense attention. Warm-up: the indexers alone learn from it, the rest stands still.
-                "short": _stage(512, 128, steps=8000, seconds=110.0, keys=0, trained=("trunk",)),
-                "medium": _stage(1024, 64, steps=3000, seconds=50.0, keys=0, trained=("trunk",)),
-                "long": _stage(4096, 16, steps=600, seconds=40.0, keys=0, trained=("trunk",)),
-                "warmup": _stage(4096, 16, steps=500, seconds=40.0, keys=0, trained=("indexer",)),
-                "sparse": _stage(4096, 16, steps=1000, seconds=100.0, keys=512, trained=both),
+                "drill": _stage(
+                    256, 256, steps=800, seconds=20.0, selected=0, trained=("trunk",), text=0.0, copies=1.0
+                ),
+                # selected 0: dense attention. Warm-up: the indexers alone learn from it, the rest stands still.
+                "short": _stage(512, 128, steps=8000, seconds=110.0, selected=0, trained=("trunk",)),
+                "medium": _stage(1024, 64, steps=3000, seconds=50.0, selected=0, trained=("trunk",)),
+                "long": _stage(4096, 16, steps=600, seconds=40.0, selected=0, trained=("trunk",)),
+                "warmup": _stage(4096, 16, steps=500, seconds=40.0, selected=0, trained=("indexer",)),
+                "sparse": _stage(4096, 16, steps=1000, seconds=100.0, selected=512, trained=both),
             },
             "optimizer": {
                 "kind": "muon",

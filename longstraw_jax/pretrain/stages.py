@@ -26,7 +26,7 @@ class Stage:
       tokens, rows: of a batch.
       steps: at most.
       seconds: after which the stage ends all the same, compilation not counted; 0 for no limit.
-      keys: that a query selects; 0 for all, dense attention.
+      selected: keys of a query; 0 for all, dense attention.
       trained: parts of step.TRAINED.
     """
 
@@ -35,7 +35,7 @@ class Stage:
     rows: int
     steps: int
     seconds: float
-    keys: int
+    selected: int
     trained: tuple[str, ...]
 
     def __post_init__(self):
@@ -44,7 +44,7 @@ class Stage:
             ("rows", self.rows, self.rows >= 1, "1 or more"),
             ("steps", self.steps, self.steps >= 1, "1 or more"),
             ("seconds", self.seconds, self.seconds >= 0, "0 (no limit) or more"),
-            ("keys", self.keys, 0 <= self.keys < self.tokens, f"0 (all) to {self.tokens - 1}"),
+            ("selected", self.selected, 0 <= self.selected < self.tokens, f"0 (all) to {self.tokens - 1}"),
             ("trained", self.trained, bool(self.trained) and set(self.trained) <= set(step_lib.TRAINED),
              f"one or both of {', '.join(step_lib.TRAINED)}"),
         )  # fmt: skip

@@ -132,7 +132,8 @@ def _dimensions(params: Params) -> Params:
 def init_state(model: Model, optimizer: optax.GradientTransformation, seed: int) -> State:
     """Random weights as the configuration draws them, in fp32, and fresh moments."""
     drawn = decoder.init_params(dataclasses.replace(model.config, dtype="float32"), seed)
-    return State(drawn, {name: optimizer.init(part(drawn, name)) for name in TRAINED})
+    state = State(drawn, {name: optimizer.init(part(drawn, name)) for name in TRAINED})
+    return jax.device_put(state, jax.devices()[0])  # as a step returns it, or the second step compiles again
 
 
 def served(model: Model, params: Params) -> Params:

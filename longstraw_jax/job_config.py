@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from longstraw_jax import config as config_lib
 from longstraw_jax import rollout, train
 from longstraw_jax.io import data, payload, prompt, tokenizer
+from longstraw_jax.prefix.refresh import RefreshPolicy
 from longstraw_jax.rl import columns, objectives, rewards
 
 # What experiments/configs/grpo.py holds, by type; a tuple of one type stands for any number of values.
@@ -31,6 +32,7 @@ _TYPES: dict[str, Any] = {
         **dict.fromkeys(("mask_truncated", "zero_variance_kl", "router_replay", "selection_replay"), bool),
     },
     "capture": {"chunk": int, "keep_selection": bool},
+    "refresh": {"policy": str, "every": int, "bound": float, "probe_tokens": int},
     "reward": {
         **{"functions": (str,), "weights": (float,), "timeout_s": float, "answer_timeout_s": float},
         **{"overlong_cache": int, "overlong_penalty": float},
@@ -163,10 +165,13 @@ def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -
             capacity=capacity,
             chunk=config.capture.chunk,
             keep_selection=config.capture.keep_selection,
+            refresh=RefreshPolicy(**config.refresh),
             objective=objective_config(config),
             **{name: config.grpo[name] for name in shared},
         )
     except ValueError as error:  # the parts know a field's name, not its section
+        if str(error).startswith("refresh."):
+            raise
         section = "capture" if str(error).startswith(tuple(config.capture)) else "grpo"
         raise ValueError(f"{section}.{error}") from error
 

@@ -15,9 +15,10 @@ from longstraw_jax.model import choices
 from longstraw_jax.model.choices import Choices
 from longstraw_jax.phases import Clock
 from longstraw_jax.prefix import refresh
+from longstraw_jax.prefix.refresh import RefreshPolicy
 from longstraw_jax.rl import advantages as advantages_lib
 from longstraw_jax.rl import masks, objectives
-from longstraw_jax.types import Model, Params
+from longstraw_jax.types import Model, Params, PrefixState
 
 MODES = ("frozen", "detached", "exact")
 LEAST_TEMPERATURE = 1e-3  # logits over less leave fp32
@@ -43,6 +44,7 @@ class PolicyConfig:
       updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
       max_resamples: prompts that a rollout may take in the place of those whose rewards are all equal: DAPO's dynamic
         sampling (arXiv 2503.14476, section 3.2) with a bound, as verl's filter_groups and max_num_gen_batches.
+      refresh: how stale a resident prompt may be; `detached` alone may use a stale one.
       objective: the loss.
     """
 
@@ -59,6 +61,7 @@ class PolicyConfig:
     selection_replay: bool = False
     updates: int = 1
     max_resamples: int = 0
+    refresh: RefreshPolicy = RefreshPolicy()
     objective: objectives.GRPOConfig = objectives.GRPOConfig()
 
     def __post_init__(self):
@@ -71,6 +74,10 @@ class PolicyConfig:
             raise ValueError(f"max_resamples={self.max_resamples}; accepted: at least 0")
         if self.keep_selection and self.mode != "exact":
             raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
+        if self.refresh.policy != "every_step" and self.mode != "detached":
+            why = {"exact": "whose gradient is of a fresh prompt", "frozen": "whose prompt is never stale"}[self.mode]
+            said = f"refresh.policy={self.refresh.policy!r} with mode={self.mode!r}, {why}"
+            raise ValueError(f"{said}; accepted: 'every_step'")
         if not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature}; accepted: at least {LEAST_TEMPERATURE}, finite (greedy responses "
@@ -150,6 +157,10 @@ def resident(
     progress: Callable[[int], None] | None = None,
 ) -> refresh.Resident:
     """The policy's resident state of a prompt, see `refresh.refresh`; a frozen prompt is the base policy's."""
+
+    def score(prefix, probe):
+        return probe_logprobs(model, config, base, adapters, prefix, int(tokens[-1]), probe)
+
     return refresh.refresh(
         model,
         base,
@@ -162,7 +173,48 @@ def resident(
         step=step,
         progress=progress,
         record=("selections",) if config.keep_selection else (),
+        policy=config.refresh,
+        score=score,
     )
+
+
+def probe_logprobs(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    adapters: Params | None,
+    prefix: PrefixState,
+    boundary: int,
+    tokens: Int[np.ndarray, "n"],
+) -> Float[np.ndarray, "n"]:
+    """Log-probabilities of a probe's tokens, at most config.refresh.probe_tokens, after the resident prompt; fp32."""
+    padded = replay.pad_length(min(config.refresh.probe_tokens, config.max_new_tokens), model.devices)
+    batch = replay.member_inputs(boundary, [tokens.tolist()], padded)
+    logp, _ = replay.score(model, base, adapters, prefix, *batch, config.temperature)
+    return np.asarray(logp)[0, : tokens.size]
+
+
+def probed(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    adapters: Params,
+    held: refresh.Resident,
+    responses: list[list[int]],
+    *,
+    step: int,
+) -> refresh.Resident:
+    """The resident prompt with a probe, if the refresh policy reads one and the prompt was captured at this step.
+
+    Args:
+      adapters: those that captured it.
+      responses: sampled from it; the probe is the beginning of the longest.
+    """
+    if config.refresh.policy != "drift" or held.captured_at != step:
+        return held
+    tokens = np.asarray(max(responses, key=len)[: config.refresh.probe_tokens], np.int32)
+    logp = probe_logprobs(model, config, base, adapters, held.prefix, int(held.tokens[-1]), tokens)
+    return dataclasses.replace(held, probe=refresh.Probe(tokens, logp))
 
 
 def sample(

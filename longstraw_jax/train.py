@@ -67,7 +67,11 @@ class Total:
 class StepReport:
     """What one optimizer step did, on the host.
 
-    dropped: groups without signal whose place other prompts took; told by the first step after a rollout alone.
+    Attributes:
+      dropped: groups without signal whose place other prompts took; told by the first step after a rollout alone.
+      prefix_age: optimizer steps since the oldest prompt's capture.
+      captures: of the policy's prompts, without those of the reference.
+      drift: the largest of the stale prompts taken, see refresh.Drift; None where none was measured.
     """
 
     rollouts: list[Rollout]
@@ -81,6 +85,8 @@ class StepReport:
     seconds: dict[str, float]
     prefix_age: int
     adapter_fingerprint: str
+    captures: int
+    drift: refresh.Drift | None
 
 
 @functools.cache
@@ -333,14 +339,17 @@ def transaction(
     def capture(tokens):
         with clock.phase("capture"):
             args = (model, config, base, base_fingerprint, state.adapters, tokens, held)
-            return rollout.resident(*args, step=int(state.step), progress=progress)
+            taken = rollout.resident(*args, step=int(state.step), progress=progress)
+        captured.append(held is None or taken.prefix is not held.prefix)
+        drifts.append(taken.drift)
+        return taken
 
     def roll_out(number):
         draw = jax.random.fold_in(key, number)
         return rollout.roll_out(model, config, base, state.adapters, held, number, reward, draw, clock)
 
     for update in range(config.updates):
-        clock, age, total = Clock(between), 0, None
+        clock, age, total, captured, drifts = Clock(between), 0, None, [], []
         for slot, tokens in enumerate(prompts):
             held = capture(rollouts[slot].prompt if update else tokens)
             if update == 0:
@@ -351,6 +360,8 @@ def transaction(
                     held = capture(spare(number))
                     group, rolled = roll_out(number)
                 with clock.phase("score"):
+                    args = (model, config, base, state.adapters, held, rolled.responses)
+                    held = rollout.probed(*args, step=int(state.step))
                     args = (model, config, base, base_fingerprint, state.adapters, held, group)
                     groups.append(rollout.scored(*args, progress=progress))
                 rollouts.append(rolled)
@@ -372,11 +383,12 @@ def transaction(
         with clock.phase("finalise"):
             state, info = apply_update(model, optimizer, state, total)
             info = jax.tree.map(np.asarray, jax.block_until_ready(info))
-        reports.append(_report(rollouts, [] if update else dropped, total, info, clock, age, state))
+        told = (sum(captured), refresh.largest(drifts))
+        reports.append(_report(rollouts, [] if update else dropped, total, info, clock, age, state, *told))
     return state, reports, held
 
 
-def _report(rollouts, dropped, total, info, clock, age, state):
+def _report(rollouts, dropped, total, info, clock, age, state, captures, drift):
     reason = None
     if not info["taken"]:
         reason = "nothing to train on" if info["finite"] else "non-finite gradient or loss"
@@ -392,4 +404,6 @@ def _report(rollouts, dropped, total, info, clock, age, state):
         clock.seconds,
         age,
         fingerprint.tree_fingerprint(state.adapters),
+        captures,
+        drift,
     )

@@ -78,7 +78,10 @@ def test_unknown_and_missing_fields_are_named_all_at_once():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("grpo.group", 1), ("grpo.temperature", 1e-40), ("grpo.kl_estimator", "k1"), ("capture.chunk", 0)],
+    [
+        *[("grpo.group", 1), ("grpo.temperature", 1e-40), ("grpo.kl_estimator", "k1"), ("capture.chunk", 0)],
+        *[("refresh.policy", "never"), ("refresh.every", 0), ("refresh.bound", -1.0)],
+    ],
 )
 def test_a_policy_out_of_range_names_its_section(field, value):
     with pytest.raises(ValueError, match=rf"^{field}[=:]"):

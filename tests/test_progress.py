@@ -14,7 +14,7 @@ def rolled(number, signal, tokens):
 
 
 def report(rollouts, dropped=()):
-    return StepReport(rollouts, list(dropped), 0.0, 1.0, 0.0, 0, None, {}, {}, 0, "0" * 16)
+    return StepReport(rollouts, list(dropped), 0.0, 1.0, 0.0, 0, None, {}, {}, 0, "0" * 16, 1, None)
 
 
 def test_steps_without_signal_are_counted_in_a_row_and_rollouts_once():

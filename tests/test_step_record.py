@@ -5,6 +5,7 @@ import pytest
 
 from longstraw_jax.evidence.receipt import step_schema_problems
 from longstraw_jax.evidence.step_record import rollout_metrics, step_record
+from longstraw_jax.prefix.refresh import Drift
 from longstraw_jax.rollout import PolicyConfig, Rollout
 from longstraw_jax.train import StepReport
 
@@ -49,8 +50,8 @@ def test_what_nothing_is_there_for_is_absent():
 
 
 def test_a_record_names_the_rows_that_trained_and_those_that_were_replaced():
-    measured = {"sampling/max_abs_log_ratio": 0.25}
-    report = StepReport([FIRST, SECOND], SILENT, 3.0, 12.0, 0.5, 0, None, measured, {"replay": 1.0}, 0, "0" * 16)
+    measured, prefix = {"sampling/max_abs_log_ratio": 0.25}, (0, "0" * 16, 2, Drift(0.02))
+    report = StepReport([FIRST, SECOND], SILENT, 3.0, 12.0, 0.5, 0, None, measured, {"replay": 1.0}, *prefix)
     extra = {"learning_rate": 1e-5, "num_tokens": 7.0}
     record = step_record(report, POLICY, 4, ["a", "b", "c", "d"], seconds=2.0, peak_bytes=9, extra=extra)
     assert step_schema_problems([record]) == []
@@ -58,7 +59,9 @@ def test_a_record_names_the_rows_that_trained_and_those_that_were_replaced():
     assert record["resampled_rewards"] == [0.0] * 8 and record["reward_mean"] == 0.5
     assert record["prompt_tokens"] == [10, 13] and record["rewards"][4:] == [0.5, None, 0.5, 0.5]
     assert record["loss"] == 0.25 and not record["skipped"] and record["seconds"] == {"replay": 1.0, "step": 2.0}
+    assert record["captures"] == 2 and record["refresh_policy"] == "every_step"
     metrics = record["metrics"]
+    assert metrics["prefix_drift/signal"] == 0.02 and "prefix_drift/truth" not in metrics
     assert extra.items() <= metrics.items() and metrics["sampling/sampling_logp_difference/max"] == 0.25
     assert metrics["dynamic_sampling/resampled"] == 2 and metrics["dynamic_sampling/without_signal"] == 1
 
@@ -66,6 +69,6 @@ def test_a_record_names_the_rows_that_trained_and_those_that_were_replaced():
 def test_the_mean_is_that_of_the_rewards_as_they_are_written():
     """Large rewards that cancel: a mean in fp32 would differ from what a reader of the log finds."""
     wide, measured = rolled(0, [-298.0, -607.7, -896.4, 1803.0], [1] * 4), {"sampling/max_abs_log_ratio": 0.25}
-    report = StepReport([wide], [], 3.0, 12.0, 0.5, 0, None, measured, {"replay": 1.0}, 0, "0" * 16)
+    report = StepReport([wide], [], 3.0, 12.0, 0.5, 0, None, measured, {"replay": 1.0}, 0, "0" * 16, 2, None)
     record = step_record(report, POLICY, 1, ["a"], seconds=2.0, peak_bytes=9, extra={})
     assert record["reward_mean"] == pytest.approx(np.mean(record["rewards"]), abs=1e-9)

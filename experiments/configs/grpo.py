@@ -58,6 +58,12 @@ def get_config() -> ConfigDict:
                 "chunk": 2048,
                 "keep_selection": False,  # exact mode: hold what queries select on the host, do not select again
             },
+            "refresh": {  # detached mode: how stale a prompt may be that is taken again after a step
+                "policy": "every_step",  # not at all; "every_n": below `every` steps old; "drift": that, and its probe
+                "every": 8,
+                "bound": 0.05,  # has moved by at most so much since the capture (mean |log-prob change|, nats a token)
+                "probe_tokens": 32,  # first tokens of a response sampled then
+            },
             "reward": {
                 "functions": ("boxed_math",),
                 "weights": (1.0,),

@@ -23,6 +23,9 @@ A step record (a line of steps.jsonl; `$defs/step` of receipt.schema.json says t
     seconds             phase -> seconds: capture, sample, reward, score, replay, reverse, finalise; step is the whole
     peak_bytes          peak memory so far (see longstraw_jax.evidence.memory)
     prefix_age          optimizer steps since the prompt's capture
+    captures            (optional) of the policy's prompts in this step
+    refresh_policy      (optional) "every_step", "every_n" or "drift"; of the last, the metrics prefix_drift/signal and
+                        prefix_drift/truth (longstraw_jax.prefix.refresh.Drift) where a stale prompt was taken
     adapter_fingerprint of the adapters after the step
 
 Sums are `math.fsum`, correctly rounded whatever the machine, so a figure is verified by equality and not within

@@ -32,6 +32,7 @@ def step_record(
     scored = rewards[np.isfinite(rewards)]
     truncated = [bool(t) for r in rollouts for t in r.truncated]
     measured = report.metrics | sampler_gap(report) | rollout_metrics(rollouts) | resampling(report, policy)
+    measured |= prefix_drift(report)
     return {
         "step": step,
         "row_ids": [row_ids[r.number] for r in rollouts],
@@ -56,6 +57,8 @@ def step_record(
         "seconds": report.seconds | {"step": seconds},
         "peak_bytes": peak_bytes,
         "prefix_age": report.prefix_age,
+        "captures": report.captures,
+        "refresh_policy": policy.refresh.policy,
         "adapter_fingerprint": report.adapter_fingerprint,
     }
 
@@ -95,6 +98,12 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def sampler_gap(report: StepReport) -> dict[str, float]:
     """The largest gap between sampler and trainer in nats, by TRL's name."""
     return {"sampling/sampling_logp_difference/max": report.metrics["sampling/max_abs_log_ratio"]}
+
+
+def prefix_drift(report: StepReport) -> dict[str, float]:
+    """Of a stale prompt, where the refresh policy measured it, see refresh.Drift; nats a token."""
+    found = {} if report.drift is None else {"signal": report.drift.signal, "truth": report.drift.truth}
+    return {f"prefix_drift/{name}": value for name, value in found.items() if value is not None}
 
 
 def resampling(report: StepReport, policy: PolicyConfig) -> dict[str, float]:

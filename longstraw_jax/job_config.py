@@ -26,7 +26,8 @@ _TYPES: dict[str, Any] = {
     "grpo": {
         **dict.fromkeys(("mode", "importance_level", "kl_estimator", "aggregation", "advantage_scale"), str),
         **dict.fromkeys(("baseline", "mis_level"), str),
-        **dict.fromkeys(("group", "max_new_tokens", "updates", "max_resamples", "stop_without_signal"), int),
+        **dict.fromkeys(("group", "slots", "max_new_tokens", "updates", "max_resamples"), int),
+        **dict.fromkeys(("stop_without_signal",), int),
         **dict.fromkeys(("temperature", "top_p", "clip_low", "clip_high", "beta", "entropy_coef"), float),
         **dict.fromkeys(("tis_cap", "mis_cap"), float),
         **dict.fromkeys(("mask_truncated", "zero_variance_kl", "router_replay", "selection_replay"), bool),
@@ -157,7 +158,7 @@ def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
 
 def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> rollout.PolicyConfig:
     """What a transaction does, for prompts of at most `capacity` tokens. Raises ValueError."""
-    shared = ("mode", "group", "max_new_tokens", "temperature", "top_p", "updates", "max_resamples")
+    shared = ("mode", "group", "slots", "max_new_tokens", "temperature", "top_p", "updates", "max_resamples")
     shared += ("router_replay", "selection_replay")
     try:
         return rollout.PolicyConfig(

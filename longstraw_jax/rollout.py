@@ -33,6 +33,7 @@ class PolicyConfig:
     Attributes:
       mode: prefix-gradient mode, one of MODES (README).
       group: responses a prompt.
+      slots: responses that decode at once, see `sampling.sample`; 0 for the whole group.
       max_new_tokens: response budget in tokens.
       temperature, top_p, eos_ids: of sampling; log-probabilities everywhere are at this temperature.
       chunk: tokens a capture step.
@@ -52,6 +53,7 @@ class PolicyConfig:
     capacity: int
     mode: str = "detached"
     group: int = 8
+    slots: int = 0
     max_new_tokens: int = 32
     temperature: float = 1.0
     top_p: float = 1.0
@@ -70,8 +72,9 @@ class PolicyConfig:
         for field in ("max_new_tokens", "chunk", "updates", "capacity"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
-        if self.max_resamples < 0:
-            raise ValueError(f"max_resamples={self.max_resamples}; accepted: at least 0")
+        for field in ("slots", "max_resamples"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 0")
         if self.keep_selection and self.mode != "exact":
             raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
         if self.refresh.policy != "every_step" and self.mode != "detached":
@@ -234,6 +237,7 @@ def sample(
         top_p=config.top_p,
         eos_ids=config.eos_ids,
         record=config.recorded,
+        slots=config.slots,
     )
     return jax.tree.map(np.asarray, samples)
 

@@ -1,4 +1,4 @@
-"""Sampling: decode a whole group from the one resident prompt, each member with its own private tail."""
+"""Sampling: decode a group from the one resident prompt, some members at a time, each with its own private tail."""
 
 import functools
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ class Samples(NamedTuple):
       truncated: [G] bool, no eos within the budget.
       choices: [layers, G, T, ..] of each response's inputs (the boundary token, then the response's own without its
         last), -1 past their end; of the kinds that were asked for.
+      steps: int32, decode steps that the group took.
     """
 
     tokens: Int[Array, "G T"]
@@ -34,6 +35,37 @@ class Samples(NamedTuple):
     lengths: Int[Array, "G"]
     truncated: Bool[Array, "G"]
     choices: Choices = choices.NONE
+    steps: Int[Array, ""] | int = 0
+
+
+class Slots(NamedTuple):
+    """What a device decodes now: a member a row.
+
+    Attributes:
+      member: [B] int32, which of the device's own members; past the last one in a row that has none left.
+      at: int32 tail row of each member's token: [B], or a scalar where all begin together and none follows.
+      ids: [B] int32, that token.
+      live: [B] bool, rows whose member still decodes.
+      begun: int32, members of the device that have begun.
+    """
+
+    member: Int[Array, "B"]
+    at: Int[Array, "*B"]
+    ids: Int[Array, "B"]
+    live: Bool[Array, "B"]
+    begun: Int[Array, ""]
+
+
+def slots_of(group: int, devices: int, slots: int) -> tuple[int, int]:
+    """Members of each device, and how many of them it decodes at a time.
+
+    Members are dealt in order, device d has those from d x members on, whatever the slots.
+
+    Args:
+      slots: rows over all devices that decode at once; 0 for the whole group.
+    """
+    members = -(-group // devices)
+    return members, min(members, -(-(slots or group) // devices))
 
 
 def empty_tails(model: Model, rows: int, tokens: int) -> tuple[list[tuple[Array, Array | None]], ...]:
@@ -55,7 +87,7 @@ def decode_step(
     prefix: PrefixState,
     tails: tuple[Any, ...],
     ids: Int[Array, "B"],
-    step: Int[Array, ""],
+    step: Int[Array, "*B"],
     live: Bool[Array, "B"],
     axis: str | None,
     record: tuple[str, ...] = (),
@@ -63,12 +95,12 @@ def decode_step(
     """Logits after one token of each member on this device, the extended tails, and the tokens' choices.
 
     Args:
-      ids: each member's token at tail row `step`.
+      ids: each member's token at tail row `step`, which is one for all or each member's own.
       live: members that still decode; the others select nothing and route nowhere.
       record: kinds of choices to return.
     """
     config = model.config
-    position = jnp.broadcast_to(prefix.length + step, (ids.shape[0], 1))
+    position = jnp.broadcast_to(jnp.reshape(prefix.length + step, (-1, 1)), (ids.shape[0], 1))
     cos, sin = rope.cos_sin(position, config.rope_parameters, config.qk_rope_head_dim)
     run = Pass(
         axis=axis,
@@ -123,7 +155,26 @@ def draw(
     return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids", "record"))
+def advance(now: Slots, token: Int[Array, "B"], ended: Bool[Array, "B"], boundary: Array, members: Array) -> Slots:
+    """The rows at their next token; one whose member ended begins the device's next one, if any is left.
+
+    Args:
+      boundary: the prompt's last token, with which a member begins.
+      members: int32, how many the device has.
+    """
+    if now.at.ndim == 0:
+        return now._replace(at=now.at + 1, ids=token, live=now.live & ~ended)
+    following = now.begun + jnp.cumsum(ended, dtype=jnp.int32) - 1
+    return Slots(
+        member=jnp.where(ended, following, now.member),
+        at=jnp.where(ended, 0, now.at + 1),
+        ids=jnp.where(ended, boundary, token),
+        live=jnp.where(ended, following < members, now.live),
+        begun=now.begun + ended.sum(dtype=jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids", "record", "slots"))
 def draw_group(
     model: Model,
     base: Params,
@@ -138,51 +189,67 @@ def draw_group(
     top_p: float,
     eos_ids: tuple[int, ...],
     record: tuple[str, ...] = (),
+    slots: int = 0,
 ) -> Samples:
     """The program of `sample`, which checks its arguments."""
-    config, rows = model.config, -(-group // model.devices)
+    config = model.config
+    most, rows = slots_of(group, model.devices, slots)
 
     def body(axis, base, adapters, prefix, boundary, key, temperature):
-        member = parallel.axis_index(axis) * rows + jnp.arange(rows, dtype=jnp.int32)
-        member_keys = jax.vmap(lambda m: jax.random.fold_in(key, m))(member)
+        first = parallel.axis_index(axis) * most
+        members = jnp.clip(group - first, 0, most)
 
         def unfinished(carry):
-            step, _, done, *_ = carry
-            return (step < max_new_tokens) & parallel.any_device(~done.all(), axis)
+            return parallel.any_device(carry[0].live.any(), axis)
 
         def decode(carry):
-            step, ids, done, tails, tokens, logprobs, lengths, stopped, chosen = carry
-            logits, tails, new = decode_step(model, base, adapters, prefix, tails, ids, step, ~done, axis, record)
-            step_keys = jax.vmap(lambda k: jax.random.fold_in(k, step))(member_keys)
+            now, tails, tokens, logprobs, lengths, stopped, chosen, steps = carry
+            args = (prefix, tails, now.ids, now.at, now.live, axis, record)
+            logits, tails, new = decode_step(model, base, adapters, *args)
+            step_keys = jax.vmap(lambda m, at: jax.random.fold_in(jax.random.fold_in(key, first + m), at))(
+                now.member, jnp.broadcast_to(now.at, (rows,))
+            )
             token, logprob = draw(step_keys, logits, temperature, top_p)
-            eos = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32)) & ~done
-            tokens = tokens.at[:, step].set(jnp.where(done, 0, token))
-            logprobs = logprobs.at[:, step].set(jnp.where(done, 0.0, logprob))
-            chosen = choices.write(chosen, step, new)
-            return step + 1, token, done | eos, tails, tokens, logprobs, lengths + ~done, stopped | eos, chosen
+            place = jnp.where(now.live, now.member, most)  # out of bounds: dropped
+            tokens = tokens.at[place, now.at].set(token, mode="drop")
+            logprobs = logprobs.at[place, now.at].set(logprob, mode="drop")
+            lengths = lengths.at[place].add(1, mode="drop")
+            stop = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
+            stopped = stopped.at[place].max(stop, mode="drop")
+            chosen = choices.write(chosen, place, now.at, new)
+            ended = now.live & (stop | (now.at + 1 >= max_new_tokens))
+            now = advance(now, token, ended, boundary, members)
+            return now, tails, tokens, logprobs, lengths, stopped, chosen, steps + 1
 
+        member = jnp.arange(rows, dtype=jnp.int32)
         start = (
-            jnp.int32(0),
-            jnp.full((rows,), boundary, jnp.int32),
-            member >= group,
+            Slots(
+                member,
+                jnp.int32(0) if rows == most else jnp.zeros((rows,), jnp.int32),
+                jnp.full((rows,), boundary, jnp.int32),
+                member < members,
+                jnp.int32(rows),
+            ),
             empty_tails(model, rows, max_new_tokens),
-            jnp.zeros((rows, max_new_tokens), jnp.int32),
-            jnp.zeros((rows, max_new_tokens), jnp.float32),
-            jnp.zeros((rows,), jnp.int32),
-            jnp.zeros((rows,), bool),
-            choices.empty(config, rows, max_new_tokens, record),
+            jnp.zeros((most, max_new_tokens), jnp.int32),
+            jnp.zeros((most, max_new_tokens), jnp.float32),
+            jnp.zeros((most,), jnp.int32),
+            jnp.zeros((most,), bool),
+            choices.empty(config, most, max_new_tokens, record),
+            jnp.int32(0),
         )
-        *_, tokens, logprobs, lengths, stopped, chosen = jax.lax.while_loop(unfinished, decode, start)
-        return Samples(tokens, logprobs, lengths, ~stopped, chosen)
+        _, _, tokens, logprobs, lengths, stopped, chosen, steps = jax.lax.while_loop(unfinished, decode, start)
+        return Samples(tokens, logprobs, lengths, ~stopped, chosen, steps)
 
     specs = (decoder.param_specs(config), lora.stored_specs(model, adapters), pages.prefix_specs(config), P(), P(), P())
     member = P(sharding.AXIS)
-    mapped = parallel.mapped(body, model.mesh, specs, Samples(member, member, member, member, choices.specs("rows")))
+    out = Samples(member, member, member, member, choices.specs("rows"), P())
+    mapped = parallel.mapped(body, model.mesh, specs, out)
     whole = sharding.named(model.mesh, P())  # every host reads all of it
     drawn = mapped(base, adapters, prefix, boundary, key, temperature)
     group_only = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[:group], whole), drawn[:4])
     chosen = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[:, :group], whole), drawn.choices)
-    return Samples(*group_only, chosen)
+    return Samples(*group_only, chosen, drawn.steps)
 
 
 def sample(
@@ -199,12 +266,15 @@ def sample(
     top_p: float = 1.0,
     eos_ids: tuple[int, ...],
     record: tuple[str, ...] = (),
+    slots: int = 0,
 ) -> Samples:
-    """Draws `group` responses; a member's tokens depend on (key, member, prompt) alone, not on the mesh or the others.
+    """Draws `group` responses; a member's tokens depend on (key, member, prompt) alone, not on mesh, slots or others.
 
     Args:
       boundary: the prompt's last token.
       max_new_tokens: token budget of each response.
+      slots: rows that decode at once, rounded up to as many on each device; where a member ends, its row takes the
+        device's next one (continuous batching). 0: the whole group at once, whose tails need the most memory.
       record: kinds of choices to return with the responses: selections are 4 x index_topk bytes a token and full
         layer on every device, routes 4 x num_experts_per_tok a token and sparse layer.
 
@@ -217,6 +287,8 @@ def sample(
         raise ValueError(f"group={group}; accepted: at least 1")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; accepted: at least 1")
+    if slots < 0:
+        raise ValueError(f"slots={slots}; accepted: 0 (the whole group) or more")
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature}; accepted: 0 (greedy) or more")
     if not 0 < top_p <= 1:
@@ -237,4 +309,5 @@ def sample(
         top_p=float(top_p),
         eos_ids=tuple(eos_ids),
         record=tuple(record),
+        slots=0 if slots >= group else slots,
     )

@@ -1,6 +1,7 @@
 """Sampling from the resident prompt: seeds, meshes, ends, budgets, what is drawn and its log-probs."""
 
 import functools
+import heapq
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import jaxtyped
 
 from longstraw_jax import sampling
 from longstraw_jax.config import ConfigError
+from longstraw_jax.model import choices
 
 BUDGET = 12
 EOS = tuple(range(24))  # of 288: a response ends now early, now late, now not at all
@@ -24,6 +26,10 @@ def sample(devices, seed, *, state=None, boundary=tiny.BOUNDARY, **options):
     weights = tiny.model(devices), tiny.base(devices), tiny.adapters(devices)
     drawn = sampling.sample(*weights, state, boundary, jax.random.key(seed), **options)
     return jax.tree.map(np.asarray, drawn)
+
+
+# A group, rows that decode at once (9 are 2 a device of 3 members), what is recorded.
+SLOTS = {1: (4, 2, ()), 8: (20, 9, choices.KINDS)}
 
 
 def responses(drawn):
@@ -52,6 +58,30 @@ def test_members_are_the_same_on_every_mesh_and_in_every_group(devices):
         for name in ("tokens", "lengths", "truncated"):
             np.testing.assert_array_equal(getattr(found, name), getattr(want, name)[:3], err_msg=name)
         np.testing.assert_allclose(found.logprobs, want.logprobs[:3], atol=1e-5)
+
+
+def finish(lengths, rows):
+    """Steps that responses of these lengths take on so many rows, a row that is free taking the next one."""
+    free = [0] * rows
+    for length in lengths:
+        heapq.heapreplace(free, free[0] + int(length))
+    return max(free)
+
+
+@pytest.mark.parametrize("devices", SLOTS)
+def test_members_are_the_same_whatever_decodes_at_once_and_a_free_row_takes_the_next_member(devices):
+    group, slots, record = SLOTS[devices]
+    whole = sample(devices, 2, group=group, record=record)
+    found = sample(devices, 2, group=group, record=record, slots=slots)
+    for name in ("tokens", "lengths", "truncated", "choices"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(whole, name))
+    np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=1e-5)
+    members, rows = -(-group // devices), -(-slots // devices)
+    shares = [whole.lengths[first : first + members] for first in range(0, group, members)]
+    assert whole.steps == whole.lengths.max()
+    assert found.steps == max(finish(share, rows) for share in shares)
+    batches = [[share[at : at + rows] for share in shares] for at in range(0, members, rows)]
+    assert found.steps < sum(max(max(part, default=0) for part in batch) for batch in batches)
 
 
 def test_b1_any_eos_ends_a_response_and_belongs_to_it():
@@ -120,6 +150,7 @@ def test_b8_h2_prompt_and_budget_fill_the_position_range_and_no_more():
     [
         ({"group": 0}, "group=0; accepted: at least 1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0; accepted: at least 1"),
+        ({"slots": -1}, "slots=-1; accepted: 0"),
         ({"temperature": -0.1}, "temperature=-0.1; accepted: 0"),
         ({"temperature": float("nan")}, "temperature=nan; accepted: 0"),
         ({"top_p": 0.0}, "top_p=0.0; accepted: above 0, at most 1"),

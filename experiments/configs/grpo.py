@@ -30,6 +30,7 @@ def get_config() -> ConfigDict:
             "grpo": {
                 "mode": "detached",
                 "group": 8,
+                "slots": 0,  # responses that decode at once, the next one where one ends; 0: the whole group
                 "max_new_tokens": 256,
                 "temperature": 1.0,
                 "top_p": 1.0,

@@ -272,7 +272,7 @@ def memory_need(
     devices, config = model.devices, model.config
     chunk = -(-min(policy.chunk, tokens) // devices) * devices
     sizes = plan_programs.Sizes(tokens, chunk, policy.max_new_tokens, (policy.group,), policy.mode)
-    rows = -(-policy.group // devices)
+    members, rows = sampling.slots_of(policy.group, devices, policy.slots)
 
     def size(make):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make)))
@@ -289,7 +289,7 @@ def memory_need(
     temporaries = {"capture": walk, "reverse": walk, f"sample {policy.group}": sampler, "score": {}, "replay": {}}
     if policy.recorded:
         padded = replay.pad_length(policy.max_new_tokens, devices)
-        sampler["recorded choices"] = recorded(rows + policy.group, policy.max_new_tokens)
+        sampler["recorded choices"] = recorded(members + policy.group, policy.max_new_tokens)
         temporaries["replay"]["recorded choices"] = recorded(1, padded)
         if policy.updates > 1:
             temporaries["score"]["recorded choices"] = recorded(policy.group, padded)

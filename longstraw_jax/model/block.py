@@ -34,7 +34,7 @@ class Pass:
       split: what the mesh splits: "tokens" (one sequence over all devices) or "rows" (whole sequences).
       attention: "absorbed" or "expanded".
       expert_load, prefix_store, kernels: as in types.Model.
-      offset: decode only: tail row of the first query in the layer's tail cache.
+      offset: decode only: tail row of each sequence's query in the layer's tail cache; a scalar where all are alike.
       keep: what a layer hands back: "nothing"; "cache" (its extended tail); "rows" (the tail rows in keep_rows).
       keep_rows: tail rows this device keeps, for "rows".
       detach: [B, tail] tail rows whose latents carry no gradient (their own path is not differentiated).
@@ -54,7 +54,7 @@ class Pass:
     expert_load: float = 2.0
     prefix_store: str = "device"
     kernels: str = "auto"
-    offset: Int[Array, ""] | None = None
+    offset: Int[Array, ""] | Int[Array, "B"] | None = None
     keep: str = "nothing"
     keep_rows: Int[Array, "kept"] | None = None
     detach: Bool[Array, "B tail"] | None = None
@@ -64,6 +64,8 @@ class Pass:
 
     def tail(self, new: Float[Array, "B T W"], cache: Float[Array, "B tail W"] | None) -> Float[Array, "B tail W"]:
         """The whole tail on this device, the queries' own rows included."""
+        if cache is not None and self.offset.ndim:
+            return cache.at[jnp.arange(cache.shape[0]), self.offset].set(new[:, 0].astype(cache.dtype))
         if cache is not None:
             return jax.lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), self.offset, axis=1)
         return parallel.gather(new, self.axis, 1) if self.split == "tokens" else new

@@ -75,11 +75,14 @@ def empty(config: ModelConfig, rows: int, tokens: int, record: Sequence[str]) ->
     )
 
 
-def write(room: Choices, step: Int[Array, ""], new: Choices) -> Choices:
-    """The choices of one token a row, `new`, at token `step` of `room`; where fewer keys were there, -1 follows."""
+def write(room: Choices, member: Int[Array, "B"], step: Int[Array, "*B"], new: Choices) -> Choices:
+    """The choices of one token each of B members, `new`, at their token `step` of `room`.
+
+    Where fewer keys were there, -1 follows; what is of a member or a token that `room` does not have is dropped.
+    """
 
     def put(rows, row):
-        return jax.lax.dynamic_update_slice(rows, row, (0, 0, step, 0))
+        return rows.at[:, member, step, : row.shape[-1]].set(row[:, :, 0], mode="drop")
 
     return jax.tree.map(put, room, new)
 

@@ -31,7 +31,7 @@ import train_grpo
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from longstraw_jax import fingerprint, sampling, train
+from longstraw_jax import fingerprint, sampling, stopping, train
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import attended, position_eval, receipt
 from longstraw_jax.io import adapter, checkpoint, data
@@ -178,8 +178,10 @@ def decoder_of(
             jax.random.fold_in(jax.random.key(values.seed), number),
             group=values.samples, max_new_tokens=job.policy.max_new_tokens, temperature=values.temperature,
             top_p=values.top_p, eos_ids=job.policy.eos_ids, record=("selections",) if selected.bins else (),
+            slots=job.policy.slots, stop_ids=job.policy.stop.ids if job.policy.stop else (),
         )  # fmt: skip
-        tokens, lengths, truncated = (np.asarray(x) for x in (samples.tokens, samples.lengths, samples.truncated))
+        samples = stopping.cut(jax.tree.map(np.asarray, samples), job.policy.stop)
+        tokens, lengths, truncated = samples.tokens, samples.lengths, samples.truncated
         selected.add(samples, ids.size)
         spent["capture"] += captured - started
         spent["sample"] += time.perf_counter() - captured

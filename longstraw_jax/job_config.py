@@ -11,7 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from longstraw_jax import config as config_lib
-from longstraw_jax import rollout, train
+from longstraw_jax import rollout, stopping, train
 from longstraw_jax.io import data, payload, prompt, tokenizer
 from longstraw_jax.prefix.refresh import RefreshPolicy
 from longstraw_jax.rl import columns, objectives, rewards
@@ -27,7 +27,7 @@ _TYPES: dict[str, Any] = {
         **dict.fromkeys(("mode", "importance_level", "kl_estimator", "aggregation", "advantage_scale"), str),
         **dict.fromkeys(("baseline", "mis_level"), str),
         **dict.fromkeys(("group", "slots", "max_new_tokens", "updates", "max_resamples"), int),
-        **dict.fromkeys(("stop_without_signal",), int),
+        **{"stop_without_signal": int, "stop": (str,)},
         **dict.fromkeys(("temperature", "top_p", "clip_low", "clip_high", "beta", "entropy_coef"), float),
         **dict.fromkeys(("tis_cap", "mis_cap"), float),
         **dict.fromkeys(("mask_truncated", "zero_variance_kl", "router_replay", "selection_replay"), bool),
@@ -156,13 +156,24 @@ def objective_config(config: ConfigDict) -> objectives.GRPOConfig:
     return objectives.GRPOConfig(**chosen | {cap: chosen[cap] or None for cap in ("tis_cap", "mis_cap")})
 
 
-def policy_config(config: ConfigDict, eos_ids: tuple[int, ...], capacity: int) -> rollout.PolicyConfig:
+def stop_sequences(config: ConfigDict, tokens: tokenizer.Tokenizer) -> stopping.StopSequences | None:
+    """config.grpo.stop as the tokenizer writes it. Raises ValueError."""
+    try:
+        return stopping.stop_sequences(config.grpo.stop, tokens.encode, tokens.decode, config.grpo.max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"grpo.{error}") from error
+
+
+def policy_config(
+    config: ConfigDict, eos_ids: tuple[int, ...], capacity: int, stop: stopping.StopSequences | None = None
+) -> rollout.PolicyConfig:
     """What a transaction does, for prompts of at most `capacity` tokens. Raises ValueError."""
     shared = ("mode", "group", "slots", "max_new_tokens", "temperature", "top_p", "updates", "max_resamples")
     shared += ("router_replay", "selection_replay")
     try:
         return rollout.PolicyConfig(
             eos_ids=eos_ids,
+            stop=stop,
             capacity=capacity,
             chunk=config.capture.chunk,
             keep_selection=config.capture.keep_selection,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from longstraw_jax import replay, sampling
+from longstraw_jax import replay, sampling, stopping
 from longstraw_jax.model import choices
 from longstraw_jax.model.choices import Choices
 from longstraw_jax.phases import Clock
@@ -35,6 +35,7 @@ class PolicyConfig:
       group: responses a prompt.
       slots: responses that decode at once, see `sampling.sample`; 0 for the whole group.
       max_new_tokens: response budget in tokens.
+      stop: strings that end a response beside eos_ids.
       temperature, top_p, eos_ids: of sampling; log-probabilities everywhere are at this temperature.
       chunk: tokens a capture step.
       capacity: prompt tokens the pages have room for; prompts of any length up to it share compiled programs.
@@ -54,6 +55,7 @@ class PolicyConfig:
     mode: str = "detached"
     group: int = 8
     slots: int = 0
+    stop: stopping.StopSequences | None = None
     max_new_tokens: int = 32
     temperature: float = 1.0
     top_p: float = 1.0
@@ -238,12 +240,13 @@ def sample(
         eos_ids=config.eos_ids,
         record=config.recorded,
         slots=config.slots,
+        stop_ids=config.stop.ids if config.stop else (),
     )
-    return jax.tree.map(np.asarray, samples)
+    return stopping.cut(jax.tree.map(np.asarray, samples), config.stop)
 
 
 def responses_of(samples: sampling.Samples) -> list[list[int]]:
-    """Token ids of each response, its eos included."""
+    """Token ids of each response, its eos or stop sequence included."""
     return [row[:n].tolist() for row, n in zip(samples.tokens, samples.lengths, strict=True)]
 
 

@@ -24,7 +24,7 @@ class Samples(NamedTuple):
       tokens: [G, T] int32, 0 past a response's end.
       logprobs: [G, T] fp32, of each token under the whole distribution at the sampling temperature (before top-p).
       lengths: [G] int32, the eos included.
-      truncated: [G] bool, no eos within the budget.
+      truncated: [G] bool, no eos and no stop sequence within the budget.
       choices: [layers, G, T, ..] of each response's inputs (the boundary token, then the response's own without its
         last), -1 past their end; of the kinds that were asked for.
       steps: int32, decode steps that the group took.
@@ -174,7 +174,19 @@ def advance(now: Slots, token: Int[Array, "B"], ended: Bool[Array, "B"], boundar
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids", "record", "slots"))
+def ends_with(
+    tokens: Int[Array, "M T"], member: Int[Array, "B"], at: Int[Array, "*B"], ids: tuple[int, ...]
+) -> Bool[Array, "B"]:
+    """Which members' tokens up to `at` end with `ids`; of members out of bounds none."""
+    index = jnp.reshape(at, (-1, 1)) + jnp.arange(1 - len(ids), 1)
+    index = jnp.where(index < 0, tokens.shape[1], index)
+    last = tokens.at[member[:, None], index].get(mode="fill", fill_value=-1)
+    return (last == jnp.asarray(ids, jnp.int32)).all(-1)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "group", "max_new_tokens", "top_p", "eos_ids", "record", "slots", "stop_ids")
+)
 def draw_group(
     model: Model,
     base: Params,
@@ -190,6 +202,7 @@ def draw_group(
     eos_ids: tuple[int, ...],
     record: tuple[str, ...] = (),
     slots: int = 0,
+    stop_ids: tuple[tuple[int, ...], ...] = (),
 ) -> Samples:
     """The program of `sample`, which checks its arguments."""
     config = model.config
@@ -215,6 +228,8 @@ def draw_group(
             logprobs = logprobs.at[place, now.at].set(logprob, mode="drop")
             lengths = lengths.at[place].add(1, mode="drop")
             stop = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
+            for ids in stop_ids:
+                stop |= ends_with(tokens, place, now.at, ids)
             stopped = stopped.at[place].max(stop, mode="drop")
             chosen = choices.write(chosen, place, now.at, new)
             ended = now.live & (stop | (now.at + 1 >= max_new_tokens))
@@ -267,6 +282,7 @@ def sample(
     eos_ids: tuple[int, ...],
     record: tuple[str, ...] = (),
     slots: int = 0,
+    stop_ids: tuple[tuple[int, ...], ...] = (),
 ) -> Samples:
     """Draws `group` responses; a member's tokens depend on (key, member, prompt) alone, not on mesh, slots or others.
 
@@ -275,6 +291,7 @@ def sample(
       max_new_tokens: token budget of each response.
       slots: rows that decode at once, rounded up to as many on each device; where a member ends, its row takes the
         device's next one (continuous batching). 0: the whole group at once, whose tails need the most memory.
+      stop_ids: sequences of token ids that end a response as an eos does, see stopping.py.
       record: kinds of choices to return with the responses: selections are 4 x index_topk bytes a token and full
         layer on every device, routes 4 x num_experts_per_tok a token and sparse layer.
 
@@ -289,6 +306,8 @@ def sample(
         raise ValueError(f"max_new_tokens={max_new_tokens}; accepted: at least 1")
     if slots < 0:
         raise ValueError(f"slots={slots}; accepted: 0 (the whole group) or more")
+    if not all(0 < len(ids) <= max_new_tokens for ids in stop_ids):
+        raise ValueError(f"stop_ids={stop_ids}; accepted: sequences of 1 to max_new_tokens={max_new_tokens} token ids")
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature}; accepted: 0 (greedy) or more")
     if not 0 < top_p <= 1:
@@ -310,4 +329,5 @@ def sample(
         eos_ids=tuple(eos_ids),
         record=tuple(record),
         slots=0 if slots >= group else slots,
+        stop_ids=tuple(map(tuple, stop_ids)),
     )

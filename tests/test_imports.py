@@ -26,6 +26,7 @@ ORDER = (
         "longstraw_jax.logprob",
         "longstraw_jax.exact_gradient",
         "longstraw_jax.sampling",
+        "longstraw_jax.stopping",
     ),
     ("longstraw_jax.rl",),
     ("longstraw_jax.rollout",),

@@ -51,7 +51,7 @@ def changed(field, value):
 @pytest.mark.parametrize("field, value", tiny_jobs.leaves(tiny_jobs.defaults()).items())
 def test_every_field_has_its_type(field, value):
     """The table of types is that of the defaults: another type is refused by name, an integer is a number."""
-    numbers = isinstance(value, float) or (isinstance(value, tuple) and isinstance(value[0], float))
+    numbers = isinstance(value, float) or (isinstance(value, tuple) and any(isinstance(v, float) for v in value))
     wrong = [None, {}, 1.5, math.inf, b""]
     wrong += [] if isinstance(value, str) else ["2"]
     wrong += [] if isinstance(value, bool) else [True]
@@ -96,6 +96,16 @@ def test_the_parts_are_those_of_the_configuration():
     assert job_config.architecture(config).max_position_embeddings == 512
     policy = job_config.policy_config(config, (5,), 77)
     assert (policy.capacity, policy.eos_ids, policy.group) == (77, (5,), 4)
+
+
+def test_stop_sequences_are_the_tokenizers_and_named_by_their_field(byte_tokenizer):
+    config = tiny_jobs.config(**{"grpo.stop": ("\n\n", "<|user|>")})
+    stop = job_config.stop_sequences(config, byte_tokenizer)
+    assert stop.ids == ((10, 10), tuple(byte_tokenizer.encode("<|user|>"))) and len(stop.ids[1]) == 1
+    assert job_config.policy_config(config, (5,), 77, stop).stop is stop
+    assert job_config.stop_sequences(tiny_jobs.config(), byte_tokenizer) is None
+    with pytest.raises(ValueError, match=r"^grpo.stop='123456789' is 9 tokens; accepted: at most max_new_tokens=8"):
+        job_config.stop_sequences(tiny_jobs.config(**{"grpo.stop": ("123456789",)}), byte_tokenizer)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():

@@ -97,6 +97,21 @@ def test_b1_any_eos_ends_a_response_and_belongs_to_it():
     assert len(ends) > 5 and 0 < drawn.truncated.sum() < len(drawn.truncated)
 
 
+def test_a_stop_sequence_ends_a_response_as_an_eos_does():
+    """Of ids that a member says: each response is what it is without them, up to where they first end it."""
+    free = sample(1, 2)
+    middle, pair = free.tokens[1, 4], free.tokens[2, 2:4]
+    stop_ids = ((int(middle),), tuple(pair.tolist()), (287,) * BUDGET)
+    found = sample(1, 2, stop_ids=stop_ids, slots=2)
+    for member, ids in enumerate(responses(free)):
+        ends = [n for n in range(1, len(ids) + 1) if any(tuple(ids[:n][-len(s) :]) == s for s in stop_ids)]
+        kept = min(ends, default=len(ids))
+        assert found.lengths[member] == kept and found.truncated[member] == (free.truncated[member] and not ends)
+        np.testing.assert_array_equal(found.tokens[member, :kept], ids[:kept])
+        assert (found.tokens[member, kept:] == 0).all()
+    assert found.lengths[1] == 5 < free.lengths[1] and found.lengths[2] == 4 < free.lengths[2]
+
+
 def test_b8_a_full_budget_has_its_last_log_prob_with_and_without_eos():
     drawn = many()
     full = drawn.lengths == BUDGET
@@ -150,6 +165,7 @@ def test_b8_h2_prompt_and_budget_fill_the_position_range_and_no_more():
     [
         ({"group": 0}, "group=0; accepted: at least 1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0; accepted: at least 1"),
+        ({"stop_ids": ((),)}, r"stop_ids=\(\(\),\); accepted: sequences of 1 to max_new_tokens=12"),
         ({"slots": -1}, "slots=-1; accepted: 0"),
         ({"temperature": -0.1}, "temperature=-0.1; accepted: 0"),
         ({"temperature": float("nan")}, "temperature=nan; accepted: 0"),

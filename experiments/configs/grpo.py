@@ -32,6 +32,7 @@ def get_config() -> ConfigDict:
                 "group": 8,
                 "slots": 0,  # responses that decode at once, the next one where one ends; 0: the whole group
                 "max_new_tokens": 256,
+                "stop": (),  # strings that end a response as an eos does, and stay in it (generation_kwargs "stop")
                 "temperature": 1.0,
                 "top_p": 1.0,
                 # In brackets the names of TRL's GRPOConfig, or of verl's configuration.

@@ -18,12 +18,12 @@ def audit(prompt: Int[np.ndarray, "S"], response: Sequence[int], *, stopped: boo
 
     Args:
       prompt: token ids.
-      response: token ids, the eos included.
-      stopped: it ended with an eos.
+      response: token ids, the eos or stop sequence included.
+      stopped: it ended with an eos or a stop sequence.
       text: as decoded without special tokens.
 
     Returns:
-      FLAGS by name: stopped; hit_cap (no eos within the budget); degenerate (`is_degenerate`); echo (`is_echo`);
+      FLAGS by name: stopped; hit_cap (no end within the budget); degenerate (`is_degenerate`); echo (`is_echo`);
       replacement (the text has U+FFFD: bytes that are no UTF-8); empty (no text but space).
     """
     said = list(response[:-1] if stopped else response)

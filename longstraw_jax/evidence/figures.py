@@ -9,7 +9,7 @@ A step record (a line of steps.jsonl; `$defs/step` of receipt.schema.json says t
     prompt_tokens       tokens of each prompt
     mode, group_size    prefix-gradient mode; members a prompt
     rewards             a member each, the members of one prompt together; null where unscorable
-    advantages, response_lengths (tokens), truncated (no eos within the budget)    a member each
+    advantages, response_lengths (tokens), truncated (no end within the budget)    a member each
     reward_mean         mean of the scored rewards; null if there is none
     loss, loss_sum, loss_count    loss = loss_sum / loss_count; the count is of what the reduction averages
     grad_norm           global norm before clipping; null when not finite

@@ -126,9 +126,15 @@ def examine(
         tell=lambda x: f"at most {x} tokens",
     )  # fmt: skip
     found.attempt("position window", lambda a, n: _check_window(config, a, n), architecture, longest)
+    stop = None
+    if config.grpo.stop:
+        stop = found.attempt(
+            "stop sequences", lambda words: job_config.stop_sequences(config, words), tokens,
+            tell=lambda x: f"{', '.join(map(repr, x.texts))}: {', '.join(map(str, x.ids))}",
+        )  # fmt: skip
     eos = tokens.eos_ids if tokens else (0,)  # a policy's own ranges do not depend on them
     policy = found.attempt(
-        "policy", lambda: job_config.policy_config(config, eos, longest or 1),
+        "policy", lambda: job_config.policy_config(config, eos, longest or 1, stop),
         tell=lambda x: f"{x.mode}, group {x.group}",
     )  # fmt: skip
     functions: list[rewards.RewardFunction] | None = []

@@ -38,7 +38,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 # Files that run the same programs, which one worker then traces, compiles and loads once; the others stand alone.
 # The dearest come first, so that no worker is left alone with one at the end.
 TOGETHER = (
-    ("test_train_grpo", "test_train_grpo_config", "test_train", "test_refresh", "test_build_prompt"),
+    (
+        *("test_train_grpo", "test_train_grpo_config", "test_train", "test_refresh", "test_refresh_policy"),
+        "test_build_prompt",
+    ),
     ("test_exact_gradient",),
     ("test_replay", "test_capture", "test_sampling", "test_freshness", "test_prefix_pages"),
     ("test_parity",),

@@ -178,6 +178,81 @@ def prefix_gradient(result: Receipt) -> bytes:
     return _png([first, panel("relative_l2", "Norm of the prompt's own term by that of the whole gradient")])
 
 
+def refresh_policy(result: Receipt) -> bytes:
+    """Drift by steps since the capture, and final scores by captures made. A PNG.
+
+    Args:
+      result: of experiments/refresh_policy.py; a part without rows has no panel.
+
+    Raises:
+      ValueError: there are no rows.
+    """
+
+    def staleness(axes: Axes) -> None:
+        rows = sorted(result["staleness"], key=lambda row: row["steps"])
+        curves = {
+            "mean_abs_logp_difference": ("stale and fresh capture, group of the capture", "-"),
+            "on_policy_mean_abs_logp_difference": ("stale and fresh capture, group sampled then", "--"),
+            "signal": ("now and at the capture, stale state", ":"),
+        }
+        for colour, seed in enumerate(sorted({row["seed"] for row in rows})):
+            for name, (label, style) in curves.items():
+                points = [(row["steps"], row[name]) for row in rows if row["seed"] == seed]
+                axes.plot(
+                    *zip(*points, strict=True), style, marker="o", markersize=4, color=f"C{colour}",
+                    label=f"{label}, seed {seed}",
+                )  # fmt: skip
+        axes.set(
+            title="What a capture is off by", xlabel="optimizer steps since the capture",
+            ylabel="mean |difference of log-prob| (nats)",
+        )  # fmt: skip
+
+    def scores(axes: Axes) -> None:
+        for colour, name in enumerate(dict.fromkeys(row["policy"] for row in result["policies"])):
+            rows = [row for row in result["policies"] if row["policy"] == name and row["score"]["mean"] is not None]
+            axes.errorbar(
+                [row["captures"] for row in rows], [row["score"]["mean"] for row in rows],
+                yerr=[row["score"]["standard_error"] or 0.0 for row in rows],
+                fmt="o", color=f"C{colour % 10}", capsize=3, label=name,
+            )  # fmt: skip
+        axes.set(
+            title="Final score of fresh responses (± 1 standard error), a point a seed", xlabel="captures in the run",
+            ylabel="mean reward",
+        )  # fmt: skip
+
+    panels = [panel for part, panel in (("staleness", staleness), ("policies", scores)) if result[part]]
+    if not panels:
+        raise ValueError("staleness and policies have 0 rows; accepted: a row of either")
+    return _png(panels)
+
+
+def learning_curves(result: Receipt) -> bytes:
+    """Held-out accuracy against steps and against seconds of training, a curve and its 95 % band a mode. A PNG.
+
+    Args:
+      result: of experiments/learning_curves.py.
+    """
+    modes = result["summary"]["modes"]
+
+    def panel(figure: str, label: str) -> Callable[[Axes], None]:
+        def draw(axes: Axes) -> None:
+            for mode, told in modes.items():
+                at = [point[figure] for point in told["curve"]]
+                low, high = ([point[end] for point in told["curve"]] for end in ("low", "high"))
+                seeds = len(told["seeds"])
+                (line,) = axes.plot(
+                    at, [point["mean"] for point in told["curve"]], marker="o", markersize=4,
+                    label=f"{mode}, {seeds} seed{'s' if seeds > 1 else ''}",
+                )  # fmt: skip
+                axes.fill_between(at, low, high, alpha=0.15, linewidth=0, color=line.get_color())
+            axes.set_ylim(0.0, 1.0)
+            axes.set(title=f"Held-out accuracy against {label} (band: 95 %)", xlabel=label, ylabel="share right")
+
+        return draw
+
+    return _png([panel("step", "optimizer steps"), panel("seconds", "seconds of training")])
+
+
 def _length_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("prompt tokens")

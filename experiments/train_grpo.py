@@ -291,11 +291,15 @@ def step_line(record: dict[str, Any]) -> str:
     """A step for the eye."""
     reward = "none" if record["reward_mean"] is None else f"{record['reward_mean']:.4f}"
     resampled, left = len(record["resampled_row_ids"]), record["metrics"].get("dynamic_sampling/without_signal")
+    stale, drift = "", record["metrics"].get("prefix_drift/signal")
+    if record["refresh_policy"] != "every_step":
+        stale = f"  prefix {record['prefix_age']} steps old" + ("" if drift is None else f", drift {drift:.4f}")
     told = f"  {resampled} resampled" + (f", {left:.0f} still without signal" if left else "") if resampled else ""
     return (
         f"step {record['step']:>4}  reward {reward}  loss {record['loss']:+.4f}  grad {record['grad_norm']:.3f}  "
         f"{record['seconds']['step']:.1f} s"
         + told
+        + stale
         + ("  no signal" if record["metrics"]["frac_reward_zero_std"] == 1 else "")
         + (f"  skipped: {record['skip_reason']}" if record["skipped"] else "")
     )

@@ -8,11 +8,15 @@ import jax
 import numpy as np
 import pytest
 import tiny_jobs
+import train_grpo
 
 from longstraw_jax import fingerprint, replay, rollout, train
+from longstraw_jax.evidence import verify
+from longstraw_jax.io import metrics
 from longstraw_jax.prefix import freshness, refresh
 from longstraw_jax.prefix.capture import capture
 from longstraw_jax.prefix.refresh import Drift, RefreshPolicy
+from longstraw_jax.rl import rewards
 
 
 @functools.cache
@@ -167,3 +171,23 @@ def test_a_probe_is_carried_through_a_capture_between_updates():
     assert second.captures == 1 and second.prefix_age == 0 and second.drift.truth > 1e-3 and held.captured_at == 1
     found = refresh.Drift(second.drift.signal, second.drift.truth)
     assert held.drift == found and held.probe.tokens.size == held.probe.logp.size == 5
+
+
+def test_a_resumed_run_captures_again_and_the_log_tells_policy_captures_and_drift(tmp_path, capsys):
+    """Nothing stale survives a restart: the third step, which a failing reward dropped, is on a new capture."""
+    rows = tiny_jobs.write_rows(tmp_path / "rows.jsonl", folder=str(tmp_path))
+    rows.write_text(rows.read_text().splitlines()[0] + "\n")  # the same prompt at every step
+    (tmp_path / "fail_at").write_text("3")
+    changes = {
+        "steps": 4, "data.paths": (str(rows),), "reward.functions": ("tiny_rewards:fails_once",),
+        "refresh.policy": "drift", "refresh.bound": 1e3,
+    }  # fmt: skip
+    config, folder = tiny_jobs.config(**changes), tmp_path / "run"
+    with pytest.raises(rewards.RewardError):
+        train_grpo.run(config, folder)
+    train_grpo.run(config, folder)
+    steps = metrics.read_steps(folder / "steps.jsonl")
+    assert [(step["prefix_age"], step["captures"]) for step in steps] == [(0, 1), (1, 0)] * 2
+    assert {step["refresh_policy"] for step in steps} == {"drift"}
+    assert [step["metrics"].get("prefix_drift/signal", 0) > 1e-3 for step in steps] == [False, True] * 2
+    assert verify.main([str(folder)]) == 0 and "prefix 1 steps old, drift 0." in capsys.readouterr().out

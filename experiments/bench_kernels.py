@@ -15,9 +15,9 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers allocate through PyTorch in this process
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags
 from bench import chunked_logprob, grouped_matmul, indexer_topk, peers, sparse_mla
+from bench.rates import rates
 from bench.table import table_lines
 
 import pallas_kernels
@@ -36,15 +36,6 @@ _OPS = flags.DEFINE_list("ops", [*OPS, "peers"], "What to time: of " + ", ".join
 _OUT = flags.DEFINE_string("out", None, "JSON file; by default experiments/results/kernels_<card>.json.")
 _FLASHMLA = flags.DEFINE_string("flashmla", None, "FlashMLA's _flashmla_C.abi3.so, where vllm is not installed.")
 _DEEP_GEMM = flags.DEFINE_string("deep_gemm", None, "Folder that holds the package deep_gemm, where not installed.")
-
-
-def rates(side: int = 8192, numbers: int = 2**31, repeats: int = 5) -> tuple[float, float]:
-    """TFLOP/s of a square bf16 product of random numbers, and TB/s (read + written) of a copy, through XLA."""
-    a, b = (jax.random.normal(k, (side, side), jnp.bfloat16) for k in jax.random.split(jax.random.key(0)))
-    seconds = indexer_topk.seconds_of(jax.jit(jnp.matmul), a, b, repeats=repeats)
-    source = jax.random.bits(jax.random.key(1), (numbers,), jnp.uint16)
-    copy = indexer_topk.seconds_of(jax.jit(jnp.invert), source, repeats=repeats, calls=1)
-    return 2 * side**3 / seconds / 1e12, 2 * source.nbytes / copy / 1e12
 
 
 def _versions() -> dict[str, str]:

@@ -34,6 +34,8 @@ frozen_262k|2|400|frozen mode beside the others, 64 experts
 frozen_1m|2|400|the same at 1,048,576 tokens
 frozen_2m|4|580|the same at 2,097,152 tokens
 kernels|4|580|every kernel beside XLA
+sampling|6|580|decode of groups of 1, 8 and 64 at 65,536 and 1,048,576 tokens beside the floor of bytes
+ragged|3|400|members that end early: 8 of 64 at a time beside all at once
 plan|10|1800|the programs of the full model compiled for 32 GPUs
 plots|1|120|plots of the receipts that are there'
 
@@ -116,6 +118,11 @@ run_prefix_gradient() {
 run_kernels() {
     mkdir -p "$1"
     "$python" experiments/bench_kernels.py --out="$1/kernels.json"
+}
+run_sampling() { "$python" experiments/bench_sampling.py --out="$1/sampling.json"; }
+run_ragged() {
+    "$python" experiments/bench_sampling.py --tokens=65536 --groups=64 --slots=0,8 --end_chance=0.03 --response=128 \
+        --out="$1/ragged.json"
 }
 run_plan() {
     "$python" experiments/compile_plan.py --config=glm52 --tokens=2097152 --topology=cuda:4x8x1 --out="$1"

@@ -1,4 +1,4 @@
-"""95 % intervals of scores between 0 and 1, by pure functions: Wilson's, and one for samples clustered by prompt."""
+"""95 % intervals by pure functions: of scores from 0 to 1 (Wilson's, clustered by prompt) and of a mean (Student's)."""
 
 import math
 from collections.abc import Sequence
@@ -64,6 +64,25 @@ def score_interval(clusters: Sequence[Sequence[float]]) -> dict[str, Any]:
         return {"mean": share, "low": low, "high": high, **counts, "method": "wilson"}
     low, high = wilson(share, _effective(clusters, share))
     return {"mean": share, "low": low, "high": high, **counts, "method": "clustered"}
+
+
+def mean_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean of independent draws of any size and Student's t interval (Student 1908).
+
+    Returns:
+      mean, low, high (None for fewer than two draws), count.
+
+    Raises:
+      ValueError: no values.
+    """
+    if not values:
+        raise ValueError("0 values; accepted: at least 1")
+    centre, count = mean(values), len(values)
+    if count < 2:
+        return {"mean": centre, "low": None, "high": None, "count": count}
+    variance = math.fsum((value - centre) ** 2 for value in values) / (count - 1)
+    spread = float(special.stdtrit(count - 1, 0.5 + LEVEL / 2)) * math.sqrt(variance / count)
+    return {"mean": centre, "low": centre - spread, "high": centre + spread, "count": count}
 
 
 def _effective(clusters: list[list[float]], share: float) -> float:

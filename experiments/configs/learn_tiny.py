@@ -1,0 +1,47 @@
+"""Held-out curves of the small reader at 4,096 positions: 100 steps on 8 emulated devices.
+
+On one GPU at 65,536 positions (16 times the reader's own, so that YaRN extends them):
+  --config.job.mesh.devices=1 --config.job.mesh.emulate=False --config.task.tokens=65520 \
+  --config.job.model.yarn_positions=65536 --config.job.capture.chunk=8192 --config.held_out.rows=96 \
+  --config.held_out.every=10
+"""
+
+import importlib.util
+import pathlib
+
+from ml_collections import ConfigDict
+
+_SPEC = importlib.util.spec_from_file_location("grpo", pathlib.Path(__file__).with_name("grpo.py"))
+_GRPO = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_GRPO)
+
+
+def get_config() -> ConfigDict:
+    """`job` is the main job's; learning_curves.py sets its mode, seed, rows and checkpoints."""
+    job = _GRPO.get_config()
+    job.steps = 100
+    job.mesh.devices, job.mesh.emulate = 8, True
+    job.grpo.group = 8
+    job.grpo.max_new_tokens = 16  # three numbers of four digits, the spaces and the eos
+    # What is measured, and half as much for the answer's first digits, so that near misses differ.
+    job.reward.functions = ("exact_match", "longstraw_jax.tasks.rewards:leading_share")
+    job.reward.weights = (1.0, 0.5)
+    job.lora.routed.rank = 0
+    job.optimizer.learning_rate = 1e-3
+    return ConfigDict(
+        {
+            "job": job,
+            "task": {
+                "kind": "",  # "": chosen by the rule of learning_curves.py among `kinds`
+                "kinds": ("needle", "needles", "chain", "sum"),
+                "tokens": 4080,  # with the answer's 16 they fill the reader's positions
+                "positions": ("early", "middle", "late"),
+                "distractors": 16,  # as in pretraining
+                "digits": 4,
+                "low": 0.15,
+                "high": 0.6,
+            },
+            # Prompts, as many at each position; one costs a capture at each evaluation.
+            "held_out": {"rows": 48, "every": 50, "goal": 0.2},
+        }
+    )

@@ -73,7 +73,7 @@ def step(
     job, key = bench.job, jax.random.fold_in(jax.random.key(seed), int(state.step))
     optimizer, reward = train.make_optimizer(job.optimizer), train_grpo.reward_call(job, bench.rows)
     args = (job.model, policy, optimizer, job.base, bench.words, state, bench.prompts[:1], reward, key)
-    state, (report,), held = train.transaction(*args, held=held)
+    state, (report,), (held,) = train.transaction(*args, held=() if held is None else (held,))
     return state, report, held
 
 

@@ -217,7 +217,7 @@ def _train(job: Job, workdir: pathlib.Path, signalled: Callable[[], str | None])
 
 def _steps(job, workdir, optimizer, state, progress, save, signalled):
     """Takes and logs the steps that are left: the state, how far it is, and what ended the run before its last step."""
-    config, done, held, first = job.config, int(state.step), None, launch.is_first()
+    config, done, held, first = job.config, int(state.step), (), launch.is_first()
     base_words = freshness.policy_fingerprint(job.model, job.base_sha)
     silent = not (first and sys.stderr.isatty())
 

@@ -32,7 +32,7 @@ _TYPES: dict[str, Any] = {
         **dict.fromkeys(("tis_cap", "mis_cap"), float),
         **dict.fromkeys(("mask_truncated", "zero_variance_kl", "router_replay", "selection_replay"), bool),
     },
-    "capture": {"chunk": int, "keep_selection": bool},
+    "capture": {"chunk": int, "keep_selection": bool, "resident_bytes": int},
     "refresh": {"policy": str, "every": int, "bound": float, "probe_tokens": int},
     "reward": {
         **{"functions": (str,), "weights": (float,), "timeout_s": float, "answer_timeout_s": float},
@@ -177,6 +177,7 @@ def policy_config(
             capacity=capacity,
             chunk=config.capture.chunk,
             keep_selection=config.capture.keep_selection,
+            resident_bytes=config.capture.resident_bytes,
             refresh=RefreshPolicy(**config.refresh),
             objective=objective_config(config),
             **{name: config.grpo[name] for name in shared},

@@ -14,7 +14,7 @@ from longstraw_jax import replay, sampling, stopping
 from longstraw_jax.model import choices
 from longstraw_jax.model.choices import Choices
 from longstraw_jax.phases import Clock
-from longstraw_jax.prefix import refresh
+from longstraw_jax.prefix import refresh, residency
 from longstraw_jax.prefix.refresh import RefreshPolicy
 from longstraw_jax.rl import advantages as advantages_lib
 from longstraw_jax.rl import masks, objectives
@@ -46,6 +46,8 @@ class PolicyConfig:
       updates: optimizer steps a rollout (TRL's num_iterations); ratios leave 1 from the second on.
       max_resamples: prompts that a rollout may take in the place of those whose rewards are all equal: DAPO's dynamic
         sampling (arXiv 2503.14476, section 3.2) with a bound, as verl's filter_groups and max_num_gen_batches.
+      resident_bytes: of a device's memory, for the pages of prompts that stay resident; 0 for one prompt. In `exact`
+        mode none is used by two steps.
       refresh: how stale a resident prompt may be; `detached` alone may use a stale one.
       objective: the loss.
     """
@@ -65,6 +67,7 @@ class PolicyConfig:
     selection_replay: bool = False
     updates: int = 1
     max_resamples: int = 0
+    resident_bytes: int = 0
     refresh: RefreshPolicy = RefreshPolicy()
     objective: objectives.GRPOConfig = objectives.GRPOConfig()
 
@@ -74,9 +77,13 @@ class PolicyConfig:
         for field in ("max_new_tokens", "chunk", "updates", "capacity"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 1")
-        for field in ("slots", "max_resamples"):
+        for field in ("slots", "max_resamples", "resident_bytes"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)}; accepted: at least 0")
+        if self.resident_bytes and self.mode == "exact":
+            raise ValueError(
+                f"resident_bytes={self.resident_bytes} with mode='exact', which captures at every step; accepted: 0"
+            )
         if self.keep_selection and self.mode != "exact":
             raise ValueError(f"keep_selection=True with mode={self.mode!r}; accepted: with mode='exact'")
         if self.refresh.policy != "every_step" and self.mode != "detached":
@@ -91,12 +98,16 @@ class PolicyConfig:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; accepted: above 0, at most 1")
 
-
     @property
     def recorded(self) -> tuple[str, ...]:
         """Kinds of choices that are recorded while sampling, see model/choices.py."""
         asked = {"selections": self.selection_replay, "routes": self.router_replay}
         return tuple(kind for kind in choices.KINDS if asked[kind])
+
+    @property
+    def own_reference(self) -> bool:
+        """Whether the reference policy has a prompt state of its own: a frozen prompt is the base's already."""
+        return self.objective.beta > 0 and self.mode != "frozen"
 
 
 def check_mode(mode: str) -> None:
@@ -181,6 +192,67 @@ def resident(
         policy=config.refresh,
         score=score,
     )
+
+
+def most_residents(model: Model, config: PolicyConfig) -> int:
+    """Prompts that stay resident at once. Raises ValueError where config.resident_bytes is too small for the least."""
+    least = 2 if config.own_reference else 1
+    return residency.most(model, config.capacity, config.chunk, config.resident_bytes, least=least)
+
+
+def residents(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    base_fingerprint: UInt[Array, "2"],
+    adapters: Params | None,
+    tokens: Int[np.ndarray, "S"],
+    held: residency.Residents,
+    *,
+    step: int = 0,
+    progress: Callable[[int], None] | None = None,
+    in_use: PrefixState | None = None,
+) -> residency.Residents:
+    """The prompts on the devices, within config.resident_bytes, with the policy's state of this one as the last.
+
+    Args:
+      held, in_use: as in `residency.acquire`.
+    """
+
+    def take(mine):
+        args = (model, config, base, base_fingerprint, adapters, tokens, mine)
+        return resident(*args, step=step, progress=progress)
+
+    plain, count = config.mode == "frozen", most_residents(model, config)
+    return residency.acquire(held, tokens, plain, count, take, in_use=in_use)
+
+
+def reference_config(config: PolicyConfig) -> PolicyConfig:
+    """Of the reference's prompt: the base policy all through, which captures without adapters and chooses itself."""
+    return dataclasses.replace(config, mode="frozen", keep_selection=False, refresh=RefreshPolicy())
+
+
+def with_reference(
+    model: Model,
+    config: PolicyConfig,
+    base: Params,
+    base_fingerprint: UInt[Array, "2"],
+    held: residency.Residents,
+    *,
+    step: int,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[residency.Residents, PrefixState | None]:
+    """The prompts on the devices, and the reference's state of the last one's prompt if it is to stay resident.
+
+    The base never changes, so that it serves every group of the prompt. Without config.resident_bytes it does not
+    stay, and `scored` captures it for the group.
+    """
+    if not (config.own_reference and config.resident_bytes):
+        return held, None
+    policys = held[-1]
+    args = (model, reference_config(config), base, base_fingerprint, None, policys.tokens, held)
+    held = residents(*args, step=step, progress=progress, in_use=policys.prefix)
+    return residency.used(held, policys), held[-1].prefix
 
 
 def probe_logprobs(
@@ -315,11 +387,13 @@ def scored(
     held: refresh.Resident,
     group: Group,
     *,
+    reference: PrefixState | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Group:
     """The group with the old and the reference log-probabilities that its objective reads.
 
     Args:
+      reference: from `with_reference`; where there is none the reference's prompt is captured for this group.
       progress: of the reference's capture, see `capture.capture`; a group is scored in one program.
     """
     batch = (group.inputs, group.targets, group.lengths, config.temperature)
@@ -327,10 +401,8 @@ def scored(
     if config.updates > 1:
         old_logp, _ = replay.score(model, base, adapters, held.prefix, *batch, group.choices)
     if config.objective.beta > 0:
-        # The reference is the base policy all through: it captures the prompt without adapters and chooses itself.
-        prefix = held.prefix
-        if config.mode != "frozen":
-            plain = dataclasses.replace(config, mode="frozen", keep_selection=False)
-            prefix = resident(model, plain, base, base_fingerprint, None, held.tokens, None, progress=progress).prefix
-        ref_logp, _ = replay.score(model, base, None, prefix, *batch)
+        if reference is None and config.own_reference:
+            args = (model, reference_config(config), base, base_fingerprint, None, held.tokens, None)
+            reference = resident(*args, progress=progress).prefix
+        ref_logp, _ = replay.score(model, base, None, held.prefix if reference is None else reference, *batch)
     return jax.tree.map(np.asarray, dataclasses.replace(group, old_logp=old_logp, ref_logp=ref_logp))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, UInt
 
 from longstraw_jax import exact_gradient, fingerprint, lora, replay, rollout, sharding
 from longstraw_jax.phases import Clock
-from longstraw_jax.prefix import refresh
+from longstraw_jax.prefix import refresh, residency
 from longstraw_jax.rl import objectives
 from longstraw_jax.rollout import Group, PolicyConfig, RewardCall, Rollout
 from longstraw_jax.types import Model, Params, PrefixState
@@ -301,15 +301,16 @@ def transaction(
     key: Key[Array, ""],
     *,
     spare: Callable[[int], np.ndarray] | None = None,
-    held: refresh.Resident | None = None,
+    held: residency.Residents = (),
     progress: Callable[[int], None] | None = None,
     between: Callable[[], None] | None = None,
-) -> tuple[TrainState, list[StepReport], refresh.Resident]:
+) -> tuple[TrainState, list[StepReport], residency.Residents]:
     """One rollout of a group a prompt and `config.updates` optimizer steps on it.
 
-    Prompts are taken one after the other, so that one prompt and one member's graph are on the devices at a time,
-    whatever their number. (With a KL term outside `frozen` mode the reference's own capture of the prompt joins it
-    while the group is scored.) Their gradients add up to one step.
+    Prompts are taken one after the other, so that one prompt (or as many as config.resident_bytes holds) and one
+    member's graph are on the devices at a time, whatever their number. (With a KL term outside `frozen` mode the
+    reference's own capture of the prompt joins one prompt while the group is scored, and is one of several.) Their
+    gradients add up to one step.
 
     With config.max_resamples a group whose rewards are all equal is dropped before it is scored, and a further prompt
     takes its place, at most so many times a rollout; after that groups without signal stay as they come.
@@ -320,14 +321,14 @@ def transaction(
       key: of this transaction.
       spare: the further prompt of a number from len(prompts) on, each asked for once and in order; needed with
         config.max_resamples.
-      held: the prompt left on the devices by the transaction before; used up, see refresh.py.
+      held: the prompts left on the devices by the transaction before; used up, see residency.py.
       progress: called within the long phases: after each chunk of a capture (the reference's too) and of the reverse
         pass with the tokens done, after each replayed member with the members done.
       between: called before each phase. What this or `progress` raises ends the transaction, and `state` is as it was:
         but for `held` nothing that was given is used up.
 
     Returns:
-      The state, one report an optimizer step, and the prompt left on the devices.
+      The state, one report an optimizer step, and the prompts left on the devices, the last one used last.
     """
     if config.max_resamples and spare is None:
         raise ValueError(f"spare=None with max_resamples={config.max_resamples}; accepted: a source of further prompts")
@@ -339,14 +340,14 @@ def transaction(
     def capture(tokens):
         with clock.phase("capture"):
             args = (model, config, base, base_fingerprint, state.adapters, tokens, held)
-            taken = rollout.resident(*args, step=int(state.step), progress=progress)
-        captured.append(held is None or taken.prefix is not held.prefix)
-        drifts.append(taken.drift)
-        return taken
+            found = rollout.residents(*args, step=int(state.step), progress=progress)
+        captured.append(all(found[-1].prefix is not before.prefix for before in held))
+        drifts.append(found[-1].drift)
+        return found
 
     def roll_out(number):
         draw = jax.random.fold_in(key, number)
-        return rollout.roll_out(model, config, base, state.adapters, held, number, reward, draw, clock)
+        return rollout.roll_out(model, config, base, state.adapters, held[-1], number, reward, draw, clock)
 
     for update in range(config.updates):
         clock, age, total, captured, drifts = Clock(between), 0, None, [], []
@@ -360,23 +361,26 @@ def transaction(
                     held = capture(spare(number))
                     group, rolled = roll_out(number)
                 with clock.phase("score"):
-                    args = (model, config, base, state.adapters, held, rolled.responses)
-                    held = rollout.probed(*args, step=int(state.step))
-                    args = (model, config, base, base_fingerprint, state.adapters, held, group)
-                    groups.append(rollout.scored(*args, progress=progress))
+                    args, now = (model, config, base, state.adapters, held[-1], rolled.responses), int(state.step)
+                    held = residency.used(held, rollout.probed(*args, step=now))
+                    args = (model, config, base, base_fingerprint, held)
+                    held, reference = rollout.with_reference(*args, step=now, progress=progress)
+                    args = (model, config, base, base_fingerprint, state.adapters, held[-1], group)
+                    groups.append(rollout.scored(*args, reference=reference, progress=progress))
                 rollouts.append(rolled)
-            age = max(age, int(state.step) - held.captured_at)
+            taken = held[-1]
+            age = max(age, int(state.step) - taken.captured_at)
             with clock.phase("replay"):
                 adapters = lora.per_device(state.adapters, model.mesh)
-                page_grads = exact_gradient.zero_page_grads(model, held.prefix) if config.mode == "exact" else None
+                page_grads = exact_gradient.zero_page_grads(model, taken.prefix) if config.mode == "exact" else None
                 total, page_grads = add_group(
-                    model, config, base, adapters, held.prefix, groups[slot], total, page_grads, progress=progress
+                    model, config, base, adapters, taken.prefix, groups[slot], total, page_grads, progress=progress
                 )
                 jax.block_until_ready(total)
             if config.mode == "exact":
                 with clock.phase("reverse"):
                     total = add_prompt(
-                        model, config, base, adapters, held, page_grads, total, progress=progress
+                        model, config, base, adapters, taken, page_grads, total, progress=progress
                     )
                     jax.block_until_ready(total)
             del adapters, page_grads  # not beside the next prompt's capture

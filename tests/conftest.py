@@ -40,7 +40,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 TOGETHER = (
     (
         *("test_train_grpo", "test_train_grpo_config", "test_train", "test_refresh", "test_refresh_policy"),
-        "test_build_prompt",
+        *("test_residency", "test_build_prompt"),
     ),
     ("test_exact_gradient",),
     ("test_replay", "test_capture", "test_sampling", "test_freshness", "test_prefix_pages"),

@@ -89,13 +89,14 @@ def test_a_policy_out_of_range_names_its_section(field, value):
 
 
 def test_the_parts_are_those_of_the_configuration():
-    config = tiny_jobs.config(**{"lora.q_a.rank": 0, "grpo.tis_cap": 2.0, "model.yarn_positions": 512})
+    changes = {"lora.q_a.rank": 0, "grpo.tis_cap": 2.0, "model.yarn_positions": 512, "capture.resident_bytes": 7}
+    config = tiny_jobs.config(**changes)
     assert "q_a" not in {name for name, _, _ in job_config.lora_config(config).targets}
     assert job_config.objective_config(config).tis_cap == 2.0
     assert job_config.objective_config(tiny_jobs.config()).tis_cap is None
     assert job_config.architecture(config).max_position_embeddings == 512
     policy = job_config.policy_config(config, (5,), 77)
-    assert (policy.capacity, policy.eos_ids, policy.group) == (77, (5,), 4)
+    assert (policy.capacity, policy.eos_ids, policy.group, policy.resident_bytes) == (77, (5,), 4, 7)
 
 
 def test_stop_sequences_are_the_tokenizers_and_named_by_their_field(byte_tokenizer):

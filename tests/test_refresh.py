@@ -43,7 +43,7 @@ def run(transactions, policy, *, kept=None, **changes):
     kept: is given the state before each transaction.
     """
     optimizer = train.make_optimizer(job().optimizer)
-    state, held, reports = train.init_state(job().model, optimizer, 0), None, []
+    state, held, reports = train.init_state(job().model, optimizer, 0), (), []
     config = dataclasses.replace(job().policy, refresh=policy, **changes)
     for seed in range(transactions):
         if kept is not None:
@@ -51,7 +51,7 @@ def run(transactions, policy, *, kept=None, **changes):
         args = (job().model, config, optimizer, job().base, base_words(), state, [prompt()], byte_means)
         state, more, held = train.transaction(*args, jax.random.key(seed), held=held)
         reports += more
-    return state, reports, held
+    return state, reports, held[-1]
 
 
 @functools.cache

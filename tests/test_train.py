@@ -61,9 +61,10 @@ def byte_means(number, responses):
 
 
 def transact(state, *, prompts=None, reward=byte_means, seed=0, **changes):
-    """One transaction on the policy with these changes; what transaction itself takes is passed on."""
-    passed = {name: changes.pop(name) for name in ("held", "spare", "between", "progress") if name in changes}
-    return train.transaction(
+    """One transaction on the policy with these changes, which holds one prompt; the rest is passed on."""
+    passed = {name: changes.pop(name) for name in ("spare", "between", "progress") if name in changes}
+    held = changes.pop("held", None)
+    state, reports, (held,) = train.transaction(
         job().model,
         policy(**changes),
         optimizer(),
@@ -73,8 +74,10 @@ def transact(state, *, prompts=None, reward=byte_means, seed=0, **changes):
         [prompt()] if prompts is None else prompts,
         reward,
         jax.random.key(seed),
+        held=() if held is None else (held,),
         **passed,
     )
+    return state, reports, held
 
 
 def steps(state, count, **changes):

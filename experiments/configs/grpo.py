@@ -58,6 +58,7 @@ def get_config() -> ConfigDict:
             },
             "capture": {
                 "chunk": 2048,
+                "resident_bytes": 0,  # of a device's memory, for prompts that stay resident together; 0: one prompt
                 "keep_selection": False,  # exact mode: hold what queries select on the host, do not select again
             },
             "refresh": {  # detached mode: how stale a prompt may be that is taken again after a step

@@ -23,7 +23,7 @@ from longstraw_jax.evidence import plan, plan_programs
 from longstraw_jax.evidence.topology import Topology
 from longstraw_jax.io import data, hf_checkpoint, prompt, tokenizer
 from longstraw_jax.model import choices, decoder
-from longstraw_jax.prefix import pages
+from longstraw_jax.prefix import pages, residency
 from longstraw_jax.rl import rewards
 from longstraw_jax.types import PAGE, Model
 
@@ -142,7 +142,10 @@ def examine(
         functions = found.attempt(
             "rewards", lambda _: job_config.reward_functions(config), sound, tell=lambda x: ", ".join(f.name for f in x)
         )
-    found.attempt("memory", lambda *needs: _check_memory(*needs, chips), model, optimizer, policy, longest)
+    resident = found.attempt("resident prompts", _resident_prompts, model, policy, tell=lambda x: f"at most {x}")
+    found.attempt(
+        "memory", lambda *needs: _check_memory(*needs[:4], chips), model, optimizer, policy, longest, resident
+    )
     there = found.attempt("workdir", lambda: _check_workdir(workdir))
     found.attempt("disk", lambda m, at: _check_disk(config, m, at), model, there)
     return Parts(model, policy, optimizer, dataset, tokens, build, functions), found.rows
@@ -272,8 +275,9 @@ def memory_need(
 
     Of the sampler's temporaries the members' tails and logits are counted, of replay's the gradients; and with recorded
     choices those of a device's own members and the whole group's, which every device holds as sampling ends, the
-    group's again while the old policy is scored, and a member's in replay. "reference" is the capture of the
-    reference's own prompt within scoring, beside the policy's.
+    group's again while the old policy is scored, and a member's in replay. "other prompts" are those that stay
+    resident beside the one in use. "reference" is the capture of the reference's own prompt within scoring, beside the
+    policy's one.
     """
     devices, config = model.devices, model.config
     chunk = -(-min(policy.chunk, tokens) // devices) * devices
@@ -299,14 +303,25 @@ def memory_need(
         temporaries["replay"]["recorded choices"] = recorded(1, padded)
         if policy.updates > 1:
             temporaries["score"]["recorded choices"] = recorded(policy.group, padded)
+    others = rollout.most_residents(model, policy) - 1
     need = {}
     for name, program in plan_programs.programs(model, train.make_optimizer(optimizer), sizes).items():
         kinds = program.arguments | program.beside
         held = {kind: plan.shard_bytes(tree)["device"] for kind, tree in kinds.items()}
         need[name] = held | temporaries.get(name, {})
-        if name == "capture" and policy.objective.beta > 0 and policy.mode != "frozen":
+        if others:
+            need[name]["other prompts"] = others * residency.prompt_bytes(model, policy.capacity, policy.chunk)
+        elif name == "capture" and policy.own_reference:
             need["reference"] = need[name] | {"reference pages": held["latent pages"] + held["index keys"]}
     return need
+
+
+def _resident_prompts(model: Model, policy: rollout.PolicyConfig) -> int:
+    """How many there may be. Raises ValueError where their budget is too small for one step."""
+    try:
+        return rollout.most_residents(model, policy)
+    except ValueError as error:
+        raise ValueError(f"capture.{error}") from error
 
 
 def _check_memory(

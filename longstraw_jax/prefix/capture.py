@@ -226,6 +226,11 @@ def room(model: Model, tokens: Int[np.ndarray, "S-1"], chunk: int, capacity: int
     if capacity < tokens.size:
         raise ValueError(f"capacity={capacity}; accepted: at least the {tokens.size} tokens to capture")
     check_ids(tokens, model.config.vocab_size)
+    return page_room(model, capacity, chunk)
+
+
+def page_room(model: Model, capacity: int, chunk: int) -> int:
+    """Tokens to allocate pages for, where prompts of up to `capacity` tokens are captured in such chunks."""
     # On the host chunks are written whole, and one that the pool ends in would be moved to fit.
     return -(-capacity // chunk) * chunk if model.prefix_store == "host" else capacity
 

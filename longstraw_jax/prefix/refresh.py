@@ -80,12 +80,13 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """The prompt that is on the devices now, and the optimizer step it was captured at.
+    """A prompt that is on the devices now, and the optimizer step it was captured at.
 
     Attributes:
       choices: on the host, of each chunk of the capture; None where none were kept.
       probe: what its drift is measured by, None without.
       drift: as it was last taken; None where none was measured then.
+      plain: the base captured it, without adapters.
     """
 
     tokens: np.ndarray
@@ -94,6 +95,7 @@ class Resident:
     choices: list[Choices] | None = None
     probe: Probe | None = None
     drift: Drift | None = None
+    plain: bool = False
 
 
 ProbeScore = Callable[[PrefixState, Int[np.ndarray, "n"]], Float[np.ndarray, "n"]]
@@ -123,8 +125,8 @@ def refresh(
       base_fingerprint: of `base`, taken once.
       adapters: None for a prompt that the base policy captures (`frozen` mode): it stays valid for ever.
       tokens: the whole prompt, the boundary token included.
-      held: what the devices hold. Its pages are freed, and its choices emptied, before a new prompt's are filled, so
-        that one prompt is resident at a time, on the host too; do not use it afterwards.
+      held: what the devices hold in its place. Its pages are freed, and its choices emptied, before the new ones are
+        filled, on the host too; do not use it afterwards.
       chunk, capacity, progress: as in `capture`.
       step: optimizer steps so far, kept with a new capture.
       record: kinds of choices of each chunk to keep on the host.
@@ -143,10 +145,7 @@ def refresh(
                 drift = Drift(_distance(stale, probe.logp))
             if policy.allows(step - held.captured_at, drift):
                 return dataclasses.replace(held, drift=drift)
-        for pool in jax.tree.leaves((held.prefix.latents, held.prefix.index_keys)):
-            pool.delete()
-        if held.choices is not None:
-            held.choices.clear()
+        free(held)
     kept: list[Choices] | None = [] if record else None
     prefix = capture(
         model,
@@ -160,12 +159,20 @@ def refresh(
         record=record,
         keep=None if kept is None else lambda chosen: kept.append(jax.device_get(chosen)),
     )
-    found = Resident(tokens, jax.block_until_ready(prefix), step, kept)
+    found = Resident(tokens, jax.block_until_ready(prefix), step, kept, plain=adapters is None)
     if drift is None:
         return found
     fresh = score(prefix, probe.tokens)
     drift = dataclasses.replace(drift, truth=_distance(stale, fresh))
     return dataclasses.replace(found, probe=dataclasses.replace(probe, logp=fresh), drift=drift)
+
+
+def free(held: Resident) -> None:
+    """Gives its pages back and empties its choices; do not use it afterwards."""
+    for pool in jax.tree.leaves((held.prefix.latents, held.prefix.index_keys)):
+        pool.delete()
+    if held.choices is not None:
+        held.choices.clear()
 
 
 def largest(drifts: Sequence[Drift | None]) -> Drift | None:

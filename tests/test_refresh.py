@@ -13,7 +13,7 @@ import train_grpo
 from longstraw_jax import fingerprint, replay, rollout, train
 from longstraw_jax.evidence import verify
 from longstraw_jax.io import metrics
-from longstraw_jax.prefix import freshness, refresh
+from longstraw_jax.prefix import freshness, refresh, residency
 from longstraw_jax.prefix.capture import capture
 from longstraw_jax.prefix.refresh import Drift, RefreshPolicy
 from longstraw_jax.rl import rewards
@@ -29,16 +29,16 @@ def base_words():
     return jax.jit(fingerprint.device_fingerprint)(job().base)
 
 
-def prompt():
-    return job().build(job().dataset.rows[0]["prompt"])
+def prompt(row=0):
+    return job().build(job().dataset.rows[row]["prompt"])
 
 
 def byte_means(number, responses):
     return np.asarray([np.mean(ids) / 288 for ids in responses], np.float32), []
 
 
-def run(transactions, policy, *, kept=None, **changes):
-    """Transactions one after the other from the start, each with the prompt that the one before left.
+def run(transactions, policy, *, kept=None, prompts=1, **changes):
+    """Transactions one after the other from the start, each with the prompts that the one before left.
 
     kept: is given the state before each transaction.
     """
@@ -48,7 +48,8 @@ def run(transactions, policy, *, kept=None, **changes):
     for seed in range(transactions):
         if kept is not None:
             kept.append(state)
-        args = (job().model, config, optimizer, job().base, base_words(), state, [prompt()], byte_means)
+        asked = [prompt(row) for row in range(prompts)]
+        args = (job().model, config, optimizer, job().base, base_words(), state, asked, byte_means)
         state, more, held = train.transaction(*args, jax.random.key(seed), held=held)
         reports += more
     return state, reports, held[-1]
@@ -163,6 +164,16 @@ def test_drift_beyond_its_bound_captures_at_once_and_a_bound_of_nothing_is_every
     assert held.drift == reports[1].drift and held.prefix.latents[0].is_deleted() is False
     plain, _, _ = run(2, RefreshPolicy())
     assert fingerprint.tree_fingerprint(state.adapters) == fingerprint.tree_fingerprint(plain.adapters)
+
+
+def test_each_resident_prompt_has_a_probe_and_the_step_tells_the_largest_drift():
+    """Two prompts stay within the budget, both stale in the second step; in the third both are due."""
+    policy = RefreshPolicy("drift", every=2, bound=1e3, probe_tokens=5)
+    one = residency.prompt_bytes(job().model, job().policy.capacity, job().policy.chunk)
+    _, (first, second, third), held = run(3, policy, prompts=2, resident_bytes=2 * one)
+    assert [(r.prefix_age, r.captures) for r in (first, second, third)] == [(0, 2), (1, 0), (0, 2)]
+    assert first.drift is None and second.drift.signal > 1e-3 and second.drift.truth is None
+    assert third.drift.truth >= held.drift.truth > 1e-3 and second.metrics["sampling/max_abs_log_ratio"] < 1e-5
 
 
 def test_a_probe_is_carried_through_a_capture_between_updates():

@@ -230,7 +230,7 @@ def draw_group(
             stop = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
             for ids in stop_ids:
                 stop |= ends_with(tokens, place, now.at, ids)
-            stopped = stopped.at[place].max(stop, mode="drop")
+            stopped = stopped.at[place].set(stop, mode="drop")
             chosen = choices.write(chosen, place, now.at, new)
             ended = now.live & (stop | (now.at + 1 >= max_new_tokens))
             now = advance(now, token, ended, boundary, members)

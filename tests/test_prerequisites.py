@@ -120,6 +120,12 @@ def needed(**changes):
     return prerequisites.memory_need(parts.model, parts.optimizer, policy, policy.capacity)
 
 
+def test_memory_counts_the_rows_that_decode_at_once():
+    """64 members are 2 a device; with 32 slots one of them has a tail at a time."""
+    whole, few = (needed(group=64, slots=slots)["sample 64"] for slots in (0, 32))
+    assert all(whole[kind] == 2 * few[kind] for kind in ("tails", "logits"))
+
+
 def test_memory_counts_recorded_choices():
     """While sampling a device holds those of its one member of 8 tokens and the group's; padded to 32 in the others."""
     without = needed(updates=2)

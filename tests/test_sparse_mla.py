@@ -65,23 +65,39 @@ def expected(q, rows, ids, dout, dlse):
     return out, lse, dq, drows
 
 
+def dq_of_rounded_factors(q, rows, ids, dout, dlse):
+    """dq of `expected` with weights and score gradients rounded to bf16, as the tensor cores take them; no id is -1."""
+
+    def rounded(x):
+        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+
+    dq = np.zeros(q.shape)
+    for t, kv in enumerate(rows[ids]):
+        values, logits = kv[:, : dout.shape[-1]], SCALE * q[t] @ kv.T
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        delta = (rounded(weights) @ values * dout[t]).sum(-1, keepdims=True)
+        dq[t] = rounded(SCALE * weights * (dout[t] @ values.T - delta + dlse[t][:, None])) @ kv
+    return dq
+
+
 def cotangents(q, value_dim, seed=None):
     rng = np.random.default_rng(seed)
     dout = rng.standard_normal((*q.shape[:2], value_dim))
     return np.asarray(jnp.asarray(dout, jnp.bfloat16), np.float64), rng.standard_normal(q.shape[:2])
 
 
-def assert_close(backend, got, want, hopper_tolerance=8e-3):
+def assert_close(backend, got, want):
     for x, y in zip(got, want, strict=True):
         assert np.array_equal(np.isfinite(x), np.isfinite(y))
         x, y = (np.where(np.isfinite(v), v, 0) for v in (x, y))
-        assert np.linalg.norm(x - y) <= (hopper_tolerance if backend == "hopper" else 2e-5) * np.linalg.norm(y) + 1e-6
+        assert np.linalg.norm(x - y) <= (8e-3 if backend == "hopper" else 2e-5) * np.linalg.norm(y) + 1e-6
 
 
-def compare(backend, q, rows, ids, **options):
+def compare(backend, q, rows, ids):
     dout, dlse = cotangents(q, FULL[1] if backend == "hopper" else SMALL[1])
     got = run(backend, q, rows, ids, dout, dlse)
-    assert_close(backend, got, expected(q, rows, ids, dout, dlse), **options)
+    assert_close(backend, got, expected(q, rows, ids, dout, dlse))
     return got
 
 
@@ -108,8 +124,16 @@ def test_equal_and_strongly_correlated_scores(backend):
     q, rows, ids = inputs(backend)
     rows += 8 * rows[:1]  # close to each other, and large
     rows = np.asarray(jnp.asarray(rows, jnp.bfloat16), np.float64)
-    # What the rows share cancels in dq, and bf16's rounding of the rest does not.
-    out, lse, _, _ = compare(backend, q, rows, ids, hopper_tolerance=3e-2)
+    dout, dlse = cotangents(q, FULL[1] if backend == "hopper" else SMALL[1])
+    got, want = run(backend, q, rows, ids, dout, dlse), expected(q, rows, ids, dout, dlse)
+    if backend == "hopper":
+        # What the rows share cancels in dq, and the rounding of its factors to bf16 does not: a kernel that feeds the
+        # tensor cores may lose as much as the formula that rounds nothing else.
+        plain = dq_of_rounded_factors(q, rows, ids, dout, dlse)
+        assert np.linalg.norm(got[2] - want[2]) <= np.linalg.norm(plain - want[2])
+        got[2] = want[2]
+    assert_close(backend, got, want)
+    out, lse, *_ = got
     assert np.isfinite(out).all() and np.abs(lse).max() > 8
 
 

@@ -104,7 +104,9 @@ def make_mesh(topology: Topology) -> Mesh:
                 f"topology={topology.name!r} is compiled on a machine with an NVIDIA GPU; accepted: "
                 "pip install 'longstraw_jax[cuda]' there, or another topology"
             ) from error
-    described = topologies.get_topology_desc(platform=topology.platform, topology_name=topology.shape)
+    # The GPU plugin reads the shape from an option of its own, and takes one device without.
+    shape = {"topology": topology.shape} if topology.platform == "cuda" else {"topology_name": topology.shape}
+    described = topologies.get_topology_desc(platform=topology.platform, **shape)
     if len(described.devices) != topology.devices:
         raise TopologyError(
             f"topology={topology.name!r} has {len(described.devices)} devices for this compiler; accepted: "

@@ -122,9 +122,10 @@ def staleness(bench: Bench, policy: rollout.PolicyConfig, seed: int, after: list
     then = logprobs(bench, policy, state.adapters, held.prefix, group)
     twice = dataclasses.replace(policy, updates=2)  # for old log-probabilities, which clipping compares with
     args = (bench.job.model, twice, bench.job.base, bench.words, state.adapters, held, group)
-    group = rollout.scored(*args)
+    group, silent = rollout.scored(*args), 0
     for number in range(1, max(after) + 1):
         state, report, held = step(bench, policy, state, held, seed)
+        silent += not report.rollouts[0].carries_signal
         if number not in after:
             continue
         fresh, adapters = captured(bench, policy, state.adapters), state.adapters
@@ -138,6 +139,7 @@ def staleness(bench: Bench, policy: rollout.PolicyConfig, seed: int, after: list
             "seed": seed,
             "steps": number,
             "skipped_steps": int(state.skipped),
+            "silent_steps": silent,  # of equal rewards, which move the adapters little or not at all
             "prefix_age": int(state.step) - held.captured_at,
             "loss_stale": stale_loss,
             "loss_fresh": fresh_loss,
@@ -191,6 +193,7 @@ def trained(
         "captures": sum(r.captures for r in reports),
         "ages": [r.prefix_age for r in reports],
         "skipped_steps": int(state.skipped),
+        "silent_steps": sum(not r.rollouts[0].carries_signal for r in reports),
         "seconds": seconds,
         "capture_seconds": sum(r.seconds["capture"] for r in reports),
         "rewards": [figures.mean([float(x) for x in r.rollouts[0].rewards if np.isfinite(x)]) for r in reports],

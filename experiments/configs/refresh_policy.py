@@ -13,7 +13,7 @@ _SPEC.loader.exec_module(_GRPO)
 def get_config() -> ConfigDict:
     """Only what differs from grpo.py; refresh_policy.py sets the mode, the refresh policy and the prompt's length."""
     config = _GRPO.get_config()
-    config.steps = 32  # of each policy
+    config.steps = 48  # of each policy
     config.data.document = "python"
     config.grpo.max_new_tokens = 32
     config.capture.chunk = 2048

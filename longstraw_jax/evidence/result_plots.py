@@ -179,7 +179,7 @@ def prefix_gradient(result: Receipt) -> bytes:
 
 
 def refresh_policy(result: Receipt) -> bytes:
-    """Drift by steps since the capture, and final scores by captures made. A PNG.
+    """Drift by steps since the capture, rewards by step, and final scores by captures made. A PNG.
 
     Args:
       result: of experiments/refresh_policy.py; a part without rows has no panel.
@@ -207,8 +207,19 @@ def refresh_policy(result: Receipt) -> bytes:
             ylabel="mean |difference of log-prob| (nats)",
         )  # fmt: skip
 
+    names = dict.fromkeys(row["policy"] for row in result["policies"])
+
+    def rewards(axes: Axes) -> None:
+        for colour, name in enumerate(names):
+            curves = [row["rewards"] for row in result["policies"] if row["policy"] == name]
+            scored = [[r for r in step if r is not None] for step in zip(*curves, strict=False)]
+            points = [(number, sum(step) / len(step)) for number, step in enumerate(scored, start=1) if step]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=f"C{colour % 10}", label=name)
+        axes.set(title="Reward in training, mean over seeds", xlabel="optimizer step", ylabel="mean reward")
+
     def scores(axes: Axes) -> None:
-        for colour, name in enumerate(dict.fromkeys(row["policy"] for row in result["policies"])):
+        for colour, name in enumerate(names):
             rows = [row for row in result["policies"] if row["policy"] == name and row["score"]["mean"] is not None]
             axes.errorbar(
                 [row["captures"] for row in rows], [row["score"]["mean"] for row in rows],
@@ -220,7 +231,8 @@ def refresh_policy(result: Receipt) -> bytes:
             ylabel="mean reward",
         )  # fmt: skip
 
-    panels = [panel for part, panel in (("staleness", staleness), ("policies", scores)) if result[part]]
+    parts = (("staleness", staleness), ("policies", rewards), ("policies", scores))
+    panels = [panel for part, panel in parts if result[part]]
     if not panels:
         raise ValueError("staleness and policies have 0 rows; accepted: a row of either")
     return _png(panels)

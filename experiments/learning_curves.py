@@ -14,7 +14,8 @@ The task is chosen before any training, by this rule: the base model answers `he
 room, the one nearest to the middle of that range is taken; without such a kind nothing is trained. OUT/choice.json
 keeps the shares. --config.task.kind=KIND states a kind instead, and the receipt says so.
 
-Seconds are those of training steps alone. Writes OUT/learning_curves.json, .txt and .png after each run. Exit status 2
+Several processes may make runs in one folder, once the first has chosen the task and judged the base model. Seconds are
+those of training steps alone. Writes OUT/learning_curves.json, .txt and .png after each run. Exit status 2
 on bad input.
 """
 
@@ -38,6 +39,7 @@ from longstraw_jax import fingerprint, interrupt, rollout, train
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import learning, position_eval, receipt, result_plots
 from longstraw_jax.io import checkpoint, metrics
+from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.types import Params
 
@@ -45,6 +47,7 @@ HERE = pathlib.Path(__file__).parent
 # First seeds of the tasks' rows, far enough apart that no two sets share one; a run's training rows follow by its seed.
 HELD_OUT, CHOICE, TRAINING, APART = 0, 1 << 20, 2 << 20, 1 << 20
 MOST_SEED = 1000
+BASE, BEFORE = pathlib.Path("answers", "base"), "before.jsonl"  # what the base model answered
 
 
 def check(config: ConfigDict, modes: Sequence[str], seeds: Sequence[int]) -> None:
@@ -170,7 +173,7 @@ def chosen_kind(config: ConfigDict, out: pathlib.Path, between: Callable[[], Non
     for kind in () if task.kind else task.kinds:
         rows = write_rows(config, out / "rows" / f"choice_{kind}.jsonl", kind, config.held_out.rows, CHOICE)
         job = judging_job(config, rows, "detached")
-        right = judge(job, new_state(job).adapters, out / "answers" / f"choice_{kind}.jsonl", between)
+        right = judge(job, new_state(job).adapters, out / BASE / f"choice_{kind}.jsonl", between)
         shares[kind] = sum(right) / len(right)
     fit = {kind: share for kind, share in shares.items() if task.low <= share <= task.high}
     if not task.kind and not fit:
@@ -185,24 +188,39 @@ def chosen_kind(config: ConfigDict, out: pathlib.Path, between: Callable[[], Non
     return found
 
 
+def prepare(config: ConfigDict, out: pathlib.Path, between: Callable[[], None]) -> tuple[dict[str, Any], pathlib.Path]:
+    """The task's choice and the held-out rows, which the base has answered then.
+
+    Raises:
+      ValueError: see `chosen_kind` and `write_rows`; or another process is at it.
+    """
+    with run_lock(out / BASE):
+        choice = chosen_kind(config, out, between)
+        rows = write_rows(config, out / "rows" / "held_out.jsonl", choice["kind"], config.held_out.rows, HELD_OUT)
+        job = judging_job(config, rows, "detached")  # before a step all modes are the base model
+        judge(job, new_state(job).adapters, out / BASE / BEFORE, between)
+    return choice, rows
+
+
 def train_and_judge(
-    config: ConfigDict, out: pathlib.Path, kind: str, mode: str, seed: int, signalled: Callable[[], str | None]
+    config: ConfigDict,
+    out: pathlib.Path,
+    kind: str,
+    held_out: pathlib.Path,
+    mode: str,
+    seed: int,
+    signalled: Callable[[], str | None],
 ) -> None:
     """Makes what is missing of one run: its training and the answers of every evaluated step."""
-
-    def between():
-        interrupt.check(signalled)
-
-    held_out = write_rows(config, out / "rows" / "held_out.jsonl", kind, config.held_out.rows, HELD_OUT)
     needed = config.job.steps * config.job.data.rows_per_step
     training = write_rows(config, out / "rows" / f"train_{seed}.jsonl", kind, needed, TRAINING + seed * APART)
     run = out / f"{mode}_{seed}"
     train_grpo.run(job_of(config, training, mode, seed), run, signalled)
-    base = judging_job(config, held_out, "detached")  # before a step all modes are the base model
-    judge(base, new_state(base).adapters, out / "answers" / "before.jsonl", between)
     job = judging_job(config, held_out, mode)
-    for step in evaluated_steps(config):
-        judge(job, trained_adapters(job, run, step), answers_of(out, mode, seed, step), between)
+    with run_lock(answers_of(out, mode, seed, 0).parent):
+        for step in evaluated_steps(config):
+            answers = answers_of(out, mode, seed, step)
+            judge(job, trained_adapters(job, run, step), answers, lambda: interrupt.check(signalled))
 
 
 def evaluated_steps(config: ConfigDict) -> range:
@@ -212,7 +230,7 @@ def evaluated_steps(config: ConfigDict) -> range:
 
 def answers_of(out: pathlib.Path, mode: str, seed: int, step: int) -> pathlib.Path:
     """Where the answers of a run after a step lie."""
-    return out / "answers" / f"{mode}_{seed}_{step}.jsonl"
+    return out / "answers" / f"{mode}_{seed}" / f"{step}.jsonl"
 
 
 def read_right(path: pathlib.Path, rows: int) -> list[int] | None:
@@ -227,7 +245,7 @@ def read_right(path: pathlib.Path, rows: int) -> list[int] | None:
 def finished_runs(config: ConfigDict, out: pathlib.Path) -> list[dict[str, Any]]:
     """Every finished and judged run in the folder, by mode and seed."""
     found, rows = [], config.held_out.rows
-    before = read_right(out / "answers" / "before.jsonl", rows)
+    before = read_right(out / BASE / BEFORE, rows)
     for mode in rollout.MODES:
         for path in sorted(out.glob(f"{mode}_*/receipt.json"), key=lambda path: int(path.parent.name.split("_")[1])):
             seed, made = int(path.parent.name.split("_")[1]), json.loads(path.read_text())
@@ -292,11 +310,11 @@ def run(
       Interrupted: a signal came; the same call goes on from where this one was.
     """
     check(config, modes, seeds)
-    choice = chosen_kind(config, out, lambda: interrupt.check(signalled))
+    choice, held_out = prepare(config, out, lambda: interrupt.check(signalled))
     result = None
     for seed in seeds:
         for mode in modes:
-            train_and_judge(config, out, choice["kind"], mode, seed, signalled)
+            train_and_judge(config, out, choice["kind"], held_out, mode, seed, signalled)
             result = aggregate(config, out, choice)
     return result or aggregate(config, out, choice)
 

@@ -15,8 +15,8 @@ room, the one nearest to the middle of that range is taken; without such a kind 
 keeps the shares. --config.task.kind=KIND states a kind instead, and the receipt says so.
 
 Several processes may make runs in one folder, once the first has chosen the task and judged the base model. Seconds are
-those of training steps alone. Writes OUT/learning_curves.json, .txt and .png after each run. Exit status 2
-on bad input.
+those of training steps alone, by the wall: they compare modes only where every run had the machine to itself. Writes
+OUT/learning_curves.json, .txt and .png after each run. Exit status 2 on bad input.
 """
 
 import argparse

@@ -16,7 +16,7 @@ def table_lines(rows: list[dict], copy_tbps: float) -> list[str]:
         tbps = row.get("tbps")
         cells = (
             row["op"],
-            row["shape"],
+            row["shape"] + (f", {row['ids']} ids" if "ids" in row else ""),
             row["backend"],
             _number(row.get("seconds"), "{:.3f}", 1e3),
             _number(row.get("tflops"), "{:.0f}"),

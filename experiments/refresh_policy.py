@@ -197,7 +197,7 @@ def trained(
         "seconds": seconds,
         "capture_seconds": sum(r.seconds["capture"] for r in reports),
         "rewards": [figures.mean([float(x) for x in r.rollouts[0].rewards if np.isfinite(x)]) for r in reports],
-        "sampler_gap": max(r.metrics["sampling/max_abs_log_ratio"] for r in reports),
+        "sampler_gaps": [r.metrics["sampling/max_abs_log_ratio"] for r in reports],
         "drift": [{"step": number, "signal": drift.signal, "truth": drift.truth} for number, drift in drifts],
         "score": scores[0],
         "other_score": scores[1] if len(scores) > 1 else None,

@@ -25,7 +25,7 @@ setuptools.setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=setuptools.find_packages(include=["longstraw_jax*", "pallas_kernels*"]),
-    package_data={"longstraw_jax.evidence": ["*.schema.json", "*.css"], "longstraw_jax.io": ["*.jinja"]},
+    package_data={"longstraw_jax.evidence": ["*.schema.json", "*.css", "*.txtpb"], "longstraw_jax.io": ["*.jinja"]},
     install_requires=[
         "absl-py>=2.1,<3",
         "flax>=0.12.8,<0.13",

@@ -351,17 +351,18 @@ def expert_room(tokens: int, chosen: int, local_experts: int, devices: int, load
     return room, -(-most // room)
 
 
-def _expert_rows(rows, expert, experts, pairs, gate, implementation):
+def _expert_rows(rows, expert, experts, layer, pairs, gate, implementation):
     """Each row through its expert of this device; expert numbers past the last give 0."""
-    count = experts["gate_proj"].shape[0]
+    layers, count = experts["gate_proj"].shape[:2]
     sizes = jnp.bincount(expert, length=count + 1)[:count]
+    options = dict(first=None if layers == 1 else layer * count, implementation=implementation)
 
     def apply(name, rows):
+        w = experts[name].reshape(layers * count, *experts[name].shape[2:])
         if name not in pairs:
-            return grouped_matmul(rows, experts[name], sizes, implementation=implementation)
+            return grouped_matmul(rows, w, sizes, **options)
         a, b, scale = pairs[name]
-        options = dict(scale=scale, gate=gate, implementation=implementation)
-        return adapted_grouped_matmul(rows, experts[name], a, b, sizes, **options)
+        return adapted_grouped_matmul(rows, w, a, b, sizes, scale=scale, gate=gate, **options)
 
     return apply("down_proj", jax.nn.silu(apply("gate_proj", rows)) * apply("up_proj", rows))
 
@@ -370,7 +371,8 @@ def routed_experts(
     x: Float[Array, "T D"],
     ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
-    experts: dict[str, Float[Array, "e in out"]],
+    experts: dict[str, Float[Array, "L e in out"]],
+    layer: Int[Array, ""],
     pairs: dict[str, tuple[Array, Array, float]],
     gate: Bool[Array, "T"] | None,
     axis: str | None,
@@ -386,13 +388,15 @@ def routed_experts(
 
     Args:
       ids: a token's chosen experts, no expert twice; E or more routes nowhere (padding).
-      experts: this device's gate_proj, up_proj [e, D, F] and down_proj [e, F, D].
+      experts: this device's gate_proj, up_proj [L, e, D, F] and down_proj [L, e, F, D] of several layers, whose stack
+        is read in place. Constants if there is more than one.
+      layer: whose experts are applied, 0 to L - 1.
       pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale. A weight that has one is constant.
       gate: switches the updates per token.
       load: see `expert_room`.
       implementation: see pallas_kernels.grouped_matmul.api.
     """
-    (t, k), n, local_experts = ids.shape, axis_size(axis), experts["gate_proj"].shape[0]
+    (t, k), n, local_experts = ids.shape, axis_size(axis), experts["gate_proj"].shape[1]
     room, passes = expert_room(t, k, local_experts, n, load)
     choice = jnp.minimum(ids.reshape(-1), n * local_experts)
     # Choices in the order of their experts, hence of the devices that hold these.
@@ -411,11 +415,11 @@ def routed_experts(
         expert = (place[:, None] >= received[:, None, :]).sum(-1).reshape(-1)  # e for no row
         row_gate = None if gate is None else exchange(gate[token], axis, 0, 0).reshape(-1)
         if axis is None:  # one sender: in order already
-            out = _expert_rows(rows, expert, experts, pairs, row_gate, implementation)
+            out = _expert_rows(rows, expert, experts, layer, pairs, row_gate, implementation)
         else:
             by_expert = jnp.argsort(expert, stable=True)
             row_gate = None if gate is None else row_gate[by_expert]
-            out = _expert_rows(rows[by_expert], expert[by_expert], experts, pairs, row_gate, implementation)
+            out = _expert_rows(rows[by_expert], expert[by_expert], experts, layer, pairs, row_gate, implementation)
             back = jnp.zeros_like(by_expert).at[by_expert].set(jnp.arange(n * room), unique_indices=True)
             out = out[back]
         out = exchange(out.reshape(n, room, -1), axis, 0, 0).reshape(n * room, -1)

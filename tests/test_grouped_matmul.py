@@ -123,9 +123,11 @@ def adapted_case(dtype):
     return (x, w, a, b, jnp.asarray(sizes), jnp.asarray(gate), dy), want
 
 
-def adapted(implementation, x, w, a, b, sizes, gate, dy):
+def adapted(implementation, x, w, a, b, sizes, gate, dy, first=None):
+    options = dict(scale=0.5, gate=gate, first=first, implementation=implementation)
+
     def run(x, a, b):
-        return api.adapted_grouped_matmul(x, w, a, b, sizes, scale=0.5, gate=gate, implementation=implementation)
+        return api.adapted_grouped_matmul(x, w, a, b, sizes, **options)
 
     y, pull = jax.vjp(run, x, a, b)
     return y, *pull(dy)
@@ -147,6 +149,28 @@ def test_hopper_update_in_interpret_mode_keeps_the_factors_fp32(interpret):
     close(dx, want[1])
     close(da, want[2], 1e-4)  # bf16 factors would be off by 2^-9
     close(db, want[3], 1e-4)
+
+
+def product(implementation, x, w, sizes, dy, first=None):
+    y, pull = jax.vjp(lambda x: api.grouped_matmul(x, w, sizes, first=first, implementation=implementation), x)
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret", pytest.param("hopper", marks=pytest.mark.gpu)])
+def test_a_stack_of_layers_gives_the_bits_of_the_layer_alone(implementation, request):
+    if implementation == "interpret":
+        request.getfixturevalue("interpret")
+    (x, w, a, b, sizes, gate, dy), _ = adapted_case(jnp.bfloat16)
+    other = normal(7, 3, D, F)
+    stack = jnp.concatenate([other, w, other])
+    run = jax.jit(functools.partial(adapted, implementation))
+    for got, want in zip(
+        run(x, stack, a, b, sizes, gate, dy, jnp.int32(3)), run(x, w, a, b, sizes, gate, dy), strict=True
+    ):
+        np.testing.assert_array_equal(f64(got), f64(want))
+    plain = jax.jit(functools.partial(product, implementation))
+    for got, want in zip(plain(x, stack, sizes, dy, jnp.int32(3)), plain(x, w, sizes, dy), strict=True):
+        np.testing.assert_array_equal(f64(got), f64(want))
 
 
 def test_weights_gradient_false_makes_none():
@@ -197,6 +221,8 @@ def test_errors_name_the_argument_the_value_and_what_is_accepted():
         api.grouped_matmul(x[:, :64], w, sizes)
     with pytest.raises(ValueError, match="group_sizes are float32"):
         api.grouped_matmul(x, w, sizes.astype(jnp.float32))
+    with pytest.raises(ValueError, match="first"):
+        api.grouped_matmul(x, w, sizes, first=jnp.float32(0))
     with pytest.raises(ValueError, match="implementation='cuda'; accepted: auto, hopper"):
         api.grouped_matmul(x, w, sizes, implementation="cuda")
     with pytest.raises(ValueError, match="implementation='hopper': the device is 'cpu'; accepted: an NVIDIA Hopper"):

@@ -230,7 +230,8 @@ def test_per_device_gradients_meet_in_finalise():
         q_a = layer["self_attn.q_a_proj"]
         h = jnp.tanh(low_rank(x, Pair(q_a["a"][0], q_a["b"][0], 2.0)))
         pairs = {n: tuple(layer[f"mlp.experts.{n}"][ab][0] for ab in "ab") + (2.0,) for n in names}
-        y = parallel.routed_experts(x + jnp.pad(h, ((0, 0), (0, 16))), ids, routes, experts, pairs, None, axis)
+        x, stack = x + jnp.pad(h, ((0, 0), (0, 16))), {n: w[None] for n, w in experts.items()}
+        y = parallel.routed_experts(x, ids, routes, stack, jnp.int32(0), pairs, None, axis)
         return jnp.square(y).sum(-1)
 
     specs = (lora.per_device_specs(CONFIG, targets), *[PartitionSpec(sharding.AXIS)] * 4)

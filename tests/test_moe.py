@@ -186,7 +186,8 @@ def test_e5_no_token_is_dropped_at_any_imbalance(routing, devices):
     x, weights, matrices = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, weights, matrices))
 
     def body(axis, x, ids, weights, matrices):
-        return parallel.routed_experts(x, ids, weights, matrices, {}, None, axis)
+        stack = jax.tree.map(lambda w: jnp.stack([w + 1, w]), matrices)  # another layer's lie before
+        return parallel.routed_experts(x, ids, weights, stack, jnp.int32(1), {}, None, axis)
 
     run = jax.jit(parallel.mapped(body, sharding.make_mesh(devices), P(sharding.AXIS), P(sharding.AXIS)))
     want = dense_experts(x, ids, np.asarray(weights), matrices)

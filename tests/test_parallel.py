@@ -252,7 +252,8 @@ def _experts(devices, load=2.0):
     @on_mesh(devices, (CTX, CTX, CTX, CTX, CTX, CTX))
     def run(axis, x, ids, weights, experts, pairs, gate):
         scaled = {name: (*ab, 0.5) for name, ab in pairs.items()}
-        return parallel.routed_experts(x, ids, weights, experts, scaled, gate, axis, load=load)
+        stack = {name: w[None] for name, w in experts.items()}
+        return parallel.routed_experts(x, ids, weights, stack, jnp.int32(0), scaled, gate, axis, load=load)
 
     def loss(x, weights, experts, pairs, ids, gate):
         y = run(x, ids, weights, experts, pairs, gate)
@@ -449,7 +450,8 @@ def _annotated_calls(checked):
     opts = dict(scale=1.0, value_dim=4, strategy="gather_keys", axis=None)
     checked["attend"](jnp.concatenate([q, q], 2), pool, tail, ids, length, **opts)
     x, weights, experts, _ = jax.tree.map(jnp.asarray, expert_arguments())
-    checked["routed_experts"](x, jnp.zeros((TOKENS, 2), jnp.int32), weights, experts, {}, None, None)
+    stack, ids = {name: w[None] for name, w in experts.items()}, jnp.zeros((TOKENS, 2), jnp.int32)
+    checked["routed_experts"](x, ids, weights, stack, jnp.int32(0), {}, None, None)
     checked["token_logprobs"](hidden, targets, head, None, 1.0, None)
     checked["logits"](hidden, head, None, None)
     index, rows = checked["chunk_rows"](jnp.int32(3), jnp.int32(5), 8, PAGE, None)

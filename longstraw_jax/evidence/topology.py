@@ -1,6 +1,7 @@
 """Meshes of chips that need not be there: known topologies, their memory, compile-only devices."""
 
 import os
+from importlib import resources
 from typing import NamedTuple
 
 import jax
@@ -75,8 +76,7 @@ def prepare(topology: Topology) -> None:
         for key, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", _TPU_ACCELERATOR[topology.shape.partition(":")[0]])
-    # Small constants are made on the CPU, and nothing else is looked for.
-    jax.config.update("jax_platforms", "cuda,cpu" if topology.platform == "cuda" else "cpu")
+    jax.config.update("jax_platforms", "cpu")  # small constants are made there, and nothing else is looked for
     if topology.platform == "cpu" and jax.config.jax_num_cpu_devices != topology.devices:
         jax.config.update("jax_num_cpu_devices", topology.devices)
 
@@ -96,17 +96,16 @@ def make_mesh(topology: Topology) -> Mesh:
             raise TopologyError(
                 f"topology={topology.name!r} needs the libtpu package; accepted: pip install 'longstraw_jax[tpu]' first"
             ) from error
-    if topology.platform == "cuda":
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology.shape)
+    else:
         try:
-            jax.devices("cuda")
-        except RuntimeError as error:
+            # With the card's description the GPU plugin needs no card; without the option it takes one device.
+            card = resources.files(__package__).joinpath("h200.txtpb").read_text()
+            described = topologies.get_topology_desc(platform="cuda", topology=topology.shape, target_config=card)
+        except NotImplementedError as error:
             raise TopologyError(
-                f"topology={topology.name!r} is compiled on a machine with an NVIDIA GPU; accepted: "
-                "pip install 'longstraw_jax[cuda]' there, or another topology"
+                f"topology={topology.name!r} needs JAX's CUDA plugin; accepted: pip install 'longstraw_jax[cuda]' first"
             ) from error
-    # The GPU plugin reads the shape from an option of its own, and takes one device without.
-    shape = {"topology": topology.shape} if topology.platform == "cuda" else {"topology_name": topology.shape}
-    described = topologies.get_topology_desc(platform=topology.platform, **shape)
     if len(described.devices) != topology.devices:
         raise TopologyError(
             f"topology={topology.name!r} has {len(described.devices)} devices for this compiler; accepted: "

@@ -105,6 +105,7 @@ class Block(nnx.Module):
         caches: tuple[Array | None, Array | None],
         run: Pass,
         pairs: dict[str, Pair],
+        layer: Int[Array, ""],
         sink: tuple[Array, Array] | None = None,
         route: Int[Array, "B T k"] | None = None,
     ) -> tuple[Array, Array, Array | None, tuple[Array | None, Array | None], dict[str, Array]]:
@@ -114,6 +115,7 @@ class Block(nnx.Module):
           selection: ids from the full layer below; a full layer makes its own where none are given.
           pages: this device's (latents, index keys) of the prompt, None for no prompt or a shared layer's keys.
           caches: tails (latents, index keys) of a decode, else None.
+          layer: number of this layer in the stacks of experts, which alone keep their layer axis.
           sink: (sink, place) as in parallel.attend_collecting, None where pages are constants.
           route: experts to take, -1 for none; a sparse layer chooses where none are given.
 
@@ -162,13 +164,13 @@ class Block(nnx.Module):
             values = self.self_attn.unabsorb(out, pairs)
         attn_out = self.self_attn.output(values, pairs)
         x = x + attn_out
-        x = x + self._feed_forward(self.post_attention_layernorm(x), route, run, pairs, extras)
+        x = x + self._feed_forward(self.post_attention_layernorm(x), layer, route, run, pairs, extras)
         if run.collect:
             extras |= {"attn_out": attn_out, "selection": selection, "hidden": x}
         kept = (run.kept(tail), run.kept(key_tail) if key_tail is not None else None)
         return x, selection, collected, kept, extras
 
-    def _feed_forward(self, h, route, run, pairs, extras):
+    def _feed_forward(self, h, layer, route, run, pairs, extras):
         if self.kinds[1] == "dense":
             return self.mlp(h, pairs, "mlp.")
         flat = h.reshape(-1, h.shape[-1])
@@ -185,7 +187,7 @@ class Block(nnx.Module):
         ids = jnp.where(routed, ids, self.config.n_routed_experts)
         names = ("gate_proj", "up_proj", "down_proj")
         y = parallel.routed_experts(
-            flat, ids, weights, {name: getattr(self.mlp.experts, name)[...] for name in names},
+            flat, ids, weights, {name: getattr(self.mlp.experts, name)[...] for name in names}, layer,
             {name: pairs[f"mlp.experts.{name}"][:3] for name in names if f"mlp.experts.{name}" in pairs},
             None if run.gate is None else run.gate.reshape(-1), run.axis, load=run.expert_load,
             implementation=run.kernels,

@@ -39,7 +39,7 @@ class Group(nnx.Module):
 
 
 def _unshard(state: nnx.State, axis: str | None) -> nnx.State:
-    """Gathers one layer's resting weights for use; experts stay where they are."""
+    """Gathers one layer's resting weights for use."""
 
     if axis is None:
         return state
@@ -126,8 +126,9 @@ class Decoder(nnx.Module):
         scales = lora.scales() if lora is not None else {}
         every_kept, every_extra, every_sink = [], [], []
         for s, (group, segment) in enumerate(zip(self.segments, self.config.segments(), strict=True)):
-            split = [nnx.split(block) for block in group.layers]
-            graphdefs, states = [g for g, _ in split], [state for _, state in split]
+            # A kernel reads a layer's experts where they lie; sliced from the stack by the scan they would be copied.
+            split = [nnx.split(block, nnx.PathContains("experts"), ...) for block in group.layers]
+            graphdefs, experts, states = zip(*split, strict=True)
             segment_adapters = (adapters or {}).get("segments", {}).get(str(s), {})
 
             pools = None
@@ -136,7 +137,9 @@ class Decoder(nnx.Module):
                 latents, keys = pages[s]
                 pools = (latents.reshape(-1, *latents.shape[2:]), keys)
 
-            def layer(x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs, pools=pools):
+            def layer(
+                x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs, experts=experts, pools=pools
+            ):
                 """Layer i of run j; it indexes inside, so that recomputation keeps the group's arrays, not copies."""
                 states, group_pages, group_caches, group_adapters, (_, routes), number = group_xs
                 latents = keys = None
@@ -154,12 +157,13 @@ class Decoder(nnx.Module):
                     None if routes is None else routes[j],
                 )
                 state, layer_adapters, cache, route = jax.tree.map(lambda v: v[i], own)
-                block = nnx.merge(graphdefs[j], _unshard(state, run.axis))
+                block = nnx.merge(graphdefs[j], experts[j], _unshard(state, run.axis))
                 pairs = pairs_of(layer_adapters, scales, run.gate)
                 if sink is not None:
                     sink = (sink, jnp.stack([number, place]))
                 caches = (None, None) if cache is None else cache
-                return block(x, selection, (latents, keys), caches, run, pairs, sink, route)
+                stacked = number * segment.runs[j].count + i
+                return block(x, selection, (latents, keys), caches, run, pairs, stacked, sink, route)
 
             if remat:
                 policy = jax.checkpoint_policies.save_only_these_names("selection")

@@ -1,6 +1,6 @@
 """Grouped matrix product and its low-rank update with gradients, on the backend that the machine has.
 
-Shapes: M rows in E consecutive groups, D to F features, r rank.
+Shapes: M rows in E consecutive groups, D to F features, r rank; S matrices, E or those of several layers.
 """
 
 import functools
@@ -49,7 +49,7 @@ def _problem(x, w, rank, implementation) -> str | None:
     return _hopper_problem(x, w, rank)
 
 
-def backend(x: Float[Array, "M D"], w: Float[Array, "E D F"], rank: int = 0, implementation: str = "auto") -> str:
+def backend(x: Float[Array, "M D"], w: Float[Array, "S D F"], rank: int = 0, implementation: str = "auto") -> str:
     """The backend that serves these arrays: "hopper", "tpu", "interpret" or "reference".
 
     Raises:
@@ -68,70 +68,81 @@ def backend(x: Float[Array, "M D"], w: Float[Array, "E D F"], rank: int = 0, imp
     return implementation
 
 
-def _check(x, w, group_sizes) -> None:
+def _check(x, w, group_sizes, first) -> None:
     """Shapes and types, on the host."""
     if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x is {x.dtype} {x.shape}; accepted: floating [rows, features]")
     if w.ndim != 3 or w.shape[1] != x.shape[1] or w.dtype != x.dtype:
         raise ValueError(f"w is {w.dtype} {w.shape}; accepted: {x.dtype} [groups, {x.shape[1]}, features]")
-    if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(f"group_sizes are {group_sizes.dtype} {group_sizes.shape}; accepted: integers {w.shape[:1]}")
+    fits = group_sizes.ndim == 1 and (group_sizes.shape[0] == len(w) if first is None else len(group_sizes) <= len(w))
+    if not fits or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        accepted = f"integers {w.shape[:1]}" if first is None else f"at most {len(w)} integers"
+        raise ValueError(f"group_sizes are {group_sizes.dtype} {group_sizes.shape}; accepted: {accepted}")
+    if first is not None and (first.shape or not jnp.issubdtype(first.dtype, jnp.integer)):
+        raise ValueError(f"first is {first.dtype} {first.shape}; accepted: an integer scalar")
 
 
-def _check_update(x, w, a, b, gate) -> None:
-    rank = a.shape[-1]
-    for name, value, shape in (("a", a, (*w.shape[:2], rank)), ("b", b, (w.shape[0], rank, w.shape[2]))):
+def _check_update(x, w, a, b, group_sizes, gate) -> None:
+    rank, groups = a.shape[-1], group_sizes.shape[0]
+    for name, value, shape in (("a", a, (groups, w.shape[1], rank)), ("b", b, (groups, rank, w.shape[2]))):
         if value.shape != shape or value.dtype != jnp.float32:
             raise ValueError(f"{name} is {value.dtype} {value.shape}; accepted: float32 {shape}")
     if gate is not None and (gate.shape != x.shape[:1] or gate.dtype != jnp.bool_):
         raise ValueError(f"gate is {gate.dtype} {gate.shape}; accepted: bool {x.shape[:1]}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x, w, group_sizes, name, weights_gradient):
+def _on_hopper(name, x, w, group_sizes, first, **options):
+    def run(x, w, group_sizes, first):
+        return hopper.grouped_matmul(x, w, group_sizes, first=first, interpret=name == "interpret", **options)
+
+    return sequential_vmap(run)(x, w, group_sizes, first)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _product(x, w, group_sizes, first, name, weights_gradient):
     if name == "tpu":
-        return tpu.grouped_matmul(x, w, group_sizes)
-    return sequential_vmap(functools.partial(hopper.grouped_matmul, interpret=name == "interpret"))(x, w, group_sizes)
+        return tpu.grouped_matmul(x, reference.matrices(w, group_sizes, first), group_sizes)
+    return _on_hopper(name, x, w, group_sizes, first)
 
 
-def _product_fwd(x, w, group_sizes, name, weights_gradient):
-    y = checkpoint_name(_product(x, w, group_sizes, name, weights_gradient), "grouped_matmul")
-    return y, (x if weights_gradient else None, w, group_sizes)
+def _product_fwd(x, w, group_sizes, first, name, weights_gradient):
+    y = checkpoint_name(_product(x, w, group_sizes, first, name, weights_gradient), "grouped_matmul")
+    return y, (x if weights_gradient else None, w, group_sizes, first)
 
 
 def _product_bwd(name, weights_gradient, saved, dy):
-    x, w, group_sizes = saved
+    x, w, group_sizes, first = saved
     if name == "tpu":
-        dx = tpu.grouped_matmul(dy, w, group_sizes, transposed=True)
-        return dx, tpu.transposed_grouped_matmul(x, dy, group_sizes) if weights_gradient else None, None
-    options = dict(interpret=name == "interpret")
-    dx = sequential_vmap(functools.partial(hopper.grouped_matmul, transposed=True, **options))(dy, w, group_sizes)
+        dx = tpu.grouped_matmul(dy, reference.matrices(w, group_sizes, first), group_sizes, transposed=True)
+        return dx, tpu.transposed_grouped_matmul(x, dy, group_sizes) if weights_gradient else None, None, None
+    dx = _on_hopper(name, dy, w, group_sizes, first, transposed=True)
     if not weights_gradient:
-        return dx, None, None
+        return dx, None, None, None
+    options = dict(interpret=name == "interpret")
     outer = functools.partial(hopper_transposed.transposed_grouped_matmul, out_dtype=w.dtype, **options)
-    return dx, sequential_vmap(outer)(x, dy, group_sizes), None
+    return dx, sequential_vmap(outer)(x, dy, group_sizes), None, None
 
 
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _adapted(x, w, a, b, group_sizes, gate, name, scale):
-    return _adapted_fwd(x, w, a, b, group_sizes, gate, name, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _adapted(x, w, a, b, group_sizes, gate, first, name, scale):
+    return _adapted_fwd(x, w, a, b, group_sizes, gate, first, name, scale)[0]
 
 
-def _adapted_fwd(x, w, a, b, group_sizes, gate, name, scale):
+def _adapted_fwd(x, w, a, b, group_sizes, gate, first, name, scale):
     run = functools.partial(hopper_low_rank.forward, scale=scale, interpret=name == "interpret")
-    y, low = sequential_vmap(run)(x, w, a, b, group_sizes, gate)
+    y, low = sequential_vmap(run)(x, w, a, b, group_sizes, gate, first)
     # Named here, inside the rule, so that a remat policy that saves them does not run the kernels twice.
     y, low = checkpoint_name(y, "grouped_matmul"), checkpoint_name(low, "grouped_matmul_low")
-    return y, (x, w, a, b, group_sizes, gate, low)
+    return y, (x, w, a, b, group_sizes, gate, first, low)
 
 
 def _adapted_bwd(name, scale, saved, dy):
     run = functools.partial(hopper_low_rank.backward, scale=scale, interpret=name == "interpret")
     dx, da, db = sequential_vmap(run)(*saved, dy)
-    return dx, None, da, db, None, None
+    return dx, None, da, db, None, None, None
 
 
 _adapted.defvjp(_adapted_fwd, _adapted_bwd)
@@ -139,9 +150,10 @@ _adapted.defvjp(_adapted_fwd, _adapted_bwd)
 
 def grouped_matmul(
     x: Float[Array, "M D"],
-    w: Float[Array, "E D F"],
+    w: Float[Array, "S D F"],
     group_sizes: Int[Array, "E"],
     *,
+    first: Int[Array, ""] | None = None,
     implementation: str = "auto",
     weights_gradient: bool = True,
 ) -> Float[Array, "M F"]:
@@ -152,6 +164,8 @@ def grouped_matmul(
 
     Args:
       x, w: of one type. group_sizes: integers; rows past x are dropped.
+      first: w holds the matrices of several layers, of which group e's is w[first + e]; w is constant then. On Hopper
+        nothing of w is copied, which a slice of a scanned stack would be. None for S = E.
       implementation: "auto" (the device's kernels where they fit, else "reference"), "hopper", "tpu", "interpret"
         (Hopper's kernels on the host, for tests) or "reference".
       weights_gradient: False treats w as constant: the backward pass neither keeps x nor makes w's gradient.
@@ -159,23 +173,24 @@ def grouped_matmul(
     Raises:
       ValueError: shapes or types do not fit, or the named implementation cannot serve them.
     """
-    _check(x, w, group_sizes)
-    name = backend(x, w, 0, implementation)
+    _check(x, w, group_sizes, first)
+    name, weights_gradient = backend(x, w, 0, implementation), weights_gradient and first is None
     if not weights_gradient:
         w = jax.lax.stop_gradient(w)
     if name == "reference":
-        return reference.grouped_matmul(x, w, group_sizes)
-    return _product(x, w, group_sizes, name, weights_gradient)
+        return reference.grouped_matmul(x, reference.matrices(w, group_sizes, first), group_sizes)
+    return _product(x, w, group_sizes, first, name, weights_gradient)
 
 
 def adapted_grouped_matmul(
     x: Float[Array, "M D"],
-    w: Float[Array, "E D F"],
+    w: Float[Array, "S D F"],
     a: Float[Array, "E D r"],
     b: Float[Array, "E r F"],
     group_sizes: Int[Array, "E"],
     *,
     scale: float,
+    first: Int[Array, ""] | None = None,
     gate: Bool[Array, "M"] | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "M F"]:
@@ -188,18 +203,19 @@ def adapted_grouped_matmul(
       a, b: fp32.
       scale: a Python number.
       gate: rows for which the update acts; None for all.
-      implementation: as in `grouped_matmul`.
+      first, implementation: as in `grouped_matmul`; a and b are of E groups in any case.
 
     Raises:
       ValueError: as in `grouped_matmul`; or factors or a gate that do not fit.
     """
-    _check(x, w, group_sizes)
-    _check_update(x, w, a, b, gate)
+    _check(x, w, group_sizes, first)
+    _check_update(x, w, a, b, group_sizes, gate)
     name = backend(x, w, a.shape[-1], implementation)
     w = jax.lax.stop_gradient(w)
-    if name == "reference":
-        return reference.adapted_grouped_matmul(x, w, a, b, group_sizes, gate, scale)
-    if name == "tpu":
-        product = functools.partial(grouped_matmul, implementation="tpu")
+    if name in ("reference", "tpu"):
+        product = reference.grouped_matmul
+        if name == "tpu":
+            product = functools.partial(grouped_matmul, implementation="tpu")
+        w = reference.matrices(w, group_sizes, first)
         return reference.adapted_grouped_matmul(x, w, a, b, group_sizes, gate, scale, product=product)
-    return _adapted(x, w, a, b, group_sizes, gate, name, float(scale))
+    return _adapted(x, w, a, b, group_sizes, gate, first, name, float(scale))

@@ -76,11 +76,12 @@ def _store(value, tile_smem, rows_smem, out, first, column, begin, end):
 
 def grouped_matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "E K N"] | Float[Array, "E N K"],
+    w: Float[Array, "S K N"] | Float[Array, "S N K"],
     group_sizes: Int[Array, "E"],
     low: Float[Array, "M L"] | None = None,
     b: Float[Array, "E L N"] | Float[Array, "E N L"] | None = None,
     *,
+    first: Int[Array, ""] | None = None,
     transposed: bool = False,
     out_dtype: jnp.dtype = jnp.bfloat16,
     interpret: bool = False,
@@ -91,7 +92,8 @@ def grouped_matmul(
 
     Args:
       x, w, low, b: bf16; K and L are multiples of 64.
-      transposed: w and b hold [E, N, K] and [E, N, L].
+      first: group e's matrix is w[first + e]; None for 0. b has no others.
+      transposed: w and b hold [S, N, K] and [E, N, L].
     """
     (rows, depth), columns = x.shape, w.shape[1 if transposed else 2]
     width = column_tile(columns)
@@ -105,7 +107,7 @@ def grouped_matmul(
         x, low = jnp.pad(x, pad), None if low is None else jnp.pad(low, pad)
     block = (width, STEP) if transposed else (STEP, width)
 
-    def kernel(counts_gmem, group_gmem, first_gmem, begin_gmem, end_gmem, x_gmem, w_gmem, *rest):
+    def kernel(counts_gmem, group_gmem, first_gmem, begin_gmem, end_gmem, matrix_gmem, x_gmem, w_gmem, *rest):
         low_gmem, b_gmem, out_gmem = rest if low is not None else (None, None, *rest)
 
         def body(x_smem, w_smem, tile_smem, rows_smem, full, free):
@@ -170,7 +172,7 @@ def grouped_matmul(
             def produce():
                 plgpu.set_max_registers(40, action="decrease")
 
-                def load(step, first, k, group, column, left, right):
+                def load(step, first, k, matrix, column, left, right):
                     slot = lax.rem(step, stages)
 
                     @pl.when(step >= stages)
@@ -179,20 +181,20 @@ def grouped_matmul(
 
                     inner, outer = pl.ds(k * STEP, STEP), pl.ds(column, width)
                     plgpu.copy_gmem_to_smem(left.at[pl.ds(first, TILE), inner], x_smem.at[slot], full.at[slot])
-                    source = right.at[(group, outer, inner) if transposed else (group, inner, outer)]
+                    source = right.at[(matrix, outer, inner) if transposed else (matrix, inner, outer)]
                     plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
 
                 @pl.loop(0, mine)
                 def _(i):
                     tile, column = place(i)
-                    group, first = group_gmem[tile], pl.multiple_of(first_gmem[tile], ALIGN)
+                    first, matrix = pl.multiple_of(first_gmem[tile], ALIGN), matrix_gmem[tile]
 
                     @pl.loop(0, depth // STEP)
                     def _(k):
-                        load(i * steps + k, first, k, group, column, x_gmem, w_gmem)
+                        load(i * steps + k, first, k, matrix, column, x_gmem, w_gmem)
 
                     for k in range(steps - depth // STEP):
-                        load(i * steps + depth // STEP + k, first, k, group, column, low_gmem, b_gmem)
+                        load(i * steps + depth // STEP + k, first, k, group_gmem[tile], column, low_gmem, b_gmem)
 
                 @pl.loop(jnp.maximum(mine * steps - stages, 0), mine * steps)
                 def _(step):  # every arrival is seen before the barriers go
@@ -219,4 +221,6 @@ def grouped_matmul(
         **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
     )
     extra = () if low is None else (low, b)
-    return call(*tile_table(group_sizes, rows), x, w, *extra)[:rows]
+    table = tile_table(group_sizes, rows)
+    matrix = table[1] if first is None else table[1] + first.astype(jnp.int32)
+    return call(*table, matrix, x, w, *extra)[:rows]

@@ -54,31 +54,33 @@ def _open(low, gate, scale):
 
 def forward(
     x: Float[Array, "M D"],
-    w: Float[Array, "E D F"],
+    w: Float[Array, "S D F"],
     a: Float[Array, "E D r"],
     b: Float[Array, "E r F"],
     group_sizes: Int[Array, "E"],
     gate: Bool[Array, "M"] | None,
+    first: Int[Array, ""] | None,
     *,
     scale: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M F"], Float[Array, "M L"]]:
-    """x w[e] + scale (x a[e]) b[e], and the packed scaled x a[e] for the backward pass.
+    """x w[first + e] + scale (x a[e]) b[e], and the packed scaled x a[e] for the backward pass.
 
     The update is one more step of the product's sum, rounded to bf16 together with it. x a[e] costs a pass over x.
     """
     low = grouped_matmul(x, _pair(a, 2), group_sizes, out_dtype=jnp.float32, interpret=interpret)
     low = _left(_open(_sum_parts(low, a.shape[2], 1), gate, scale))
-    return grouped_matmul(x, w, group_sizes, low, _right(b, 1), interpret=interpret), low
+    return grouped_matmul(x, w, group_sizes, low, _right(b, 1), first=first, interpret=interpret), low
 
 
 def backward(
     x: Float[Array, "M D"],
-    w: Float[Array, "E D F"],
+    w: Float[Array, "S D F"],
     a: Float[Array, "E D r"],
     b: Float[Array, "E r F"],
     group_sizes: Int[Array, "E"],
     gate: Bool[Array, "M"] | None,
+    first: Int[Array, ""] | None,
     low: Float[Array, "M L"],
     dy: Float[Array, "M F"],
     *,
@@ -90,7 +92,7 @@ def backward(
     options = dict(interpret=interpret)
     dlow = grouped_matmul(dy, _pair(b, 1), group_sizes, transposed=True, out_dtype=jnp.float32, **options)
     dlow = _left(_open(_sum_parts(dlow, rank, 1), gate, scale))
-    dx = grouped_matmul(dy, w, group_sizes, dlow, _right(a, 2), transposed=True, **options)
+    dx = grouped_matmul(dy, w, group_sizes, dlow, _right(a, 2), first=first, transposed=True, **options)
     kept = 2 * (rank + -rank % RANK_ALIGN)
     da = transposed_grouped_matmul(dlow, x, group_sizes, kept=kept, **options)
     db = transposed_grouped_matmul(low, dy, group_sizes, kept=kept, **options)

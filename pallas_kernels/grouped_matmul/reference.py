@@ -18,6 +18,11 @@ def grouped_matmul(
     return jnp.where(inside, jax.lax.ragged_dot(x, w, group_sizes.astype(jnp.int32), precision=precision), 0)
 
 
+def matrices(w: Float[Array, "S D F"], group_sizes: Int[Array, "E"], first: Int[Array, ""] | None) -> Array:
+    """w[first : first + E]; all of w for None."""
+    return w if first is None else jax.lax.dynamic_slice_in_dim(w, first, group_sizes.shape[0])
+
+
 def adapted_grouped_matmul(
     x: Float[Array, "M D"],
     w: Float[Array, "E D F"],

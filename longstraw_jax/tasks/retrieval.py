@@ -1,7 +1,8 @@
 """Retrieval tasks as text: lines of evidence, look-alike lines that distract, a question, a short answer of digits.
 
 The kinds follow the aims of RULER (arXiv:2404.06654); wording and distractors are this project's. Every name owns one
-line, all values differ, and the answer is the value of no distractor.
+line, all values differ, and the answer is the value of no distractor. A question ends with the names that it asks for:
+what the answer hangs on stands next to it, which a small model needs.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 KINDS = ("needle", "needles", "chain", "sum")
 LINES = 3  # of evidence, in the kinds that have several
 MOST_DISTRACTORS = 500
+ALONE = "Answer with the number alone. "  # before a question for one number
 
 _FIRST = (
     "amber", "brisk", "cedar", "dusky", "early", "faint", "green", "hazel", "ivory", "jolly", "keen", "lunar", "misty",
@@ -41,6 +43,22 @@ class Task(NamedTuple):
     distractors: tuple[str, ...]
     question: str
     answer: str
+
+
+def line(name: str, key: int | str) -> str:
+    """What the text says of a name."""
+    return f"The pass key of {name} is {key}."
+
+
+def question_of(name: str) -> str:
+    """What asks for one name's key; a task puts ALONE before it."""
+    return f"What is the pass key of {name}?"
+
+
+def name_and_key(line: str) -> tuple[str, str]:
+    """A line taken apart again."""
+    name, _, key = line.removeprefix("The pass key of ").removesuffix(".").partition(" is ")
+    return name, key
 
 
 def make(kind: str, seed: int, *, distractors: int = 8, digits: int = 4) -> Task:
@@ -73,24 +91,24 @@ def make(kind: str, seed: int, *, distractors: int = 8, digits: int = 4) -> Task
     asked = 1 if kind in ("needle", "sum") else LINES
     names = _names(draw, asked, distractors)
     values = _values(draw, asked + distractors, digits)
-    told = {name: f"The pass key of {name} is {value}." for name, value in zip(names, values, strict=True)}
+    told = {name: line(name, value) for name, value in zip(names, values, strict=True)}
     answer = str(values[0])
     if kind == "needles":
         answer = " ".join(map(str, values[:LINES]))
         listed = f"{', '.join(names[: LINES - 1])} and {names[LINES - 1]}"
-        question = f"What are the pass keys of {listed}? Answer with the numbers alone, in this order."
+        question = f"Answer with the numbers alone, in this order. What are the pass keys of {listed}?"
     else:
-        question = f"What is the pass key of {names[0]}? Answer with the number alone."
+        question = ALONE + question_of(names[0])
     if kind == "chain":
         answer = str(values[asked - 1])
         links = list(zip(names[: asked - 1], names[1:asked], strict=True))
         others = names[asked:]
         links += list(zip(others[0::2], others[1::2], strict=False))  # each to a name that has a number
-        told |= {name: f"The pass key of {name} is that of {other}." for name, other in links}
+        told |= {name: line(name, f"that of {other}") for name, other in links}
     if kind == "sum":
         addend = next(a for a in iter(lambda: 10 + draw(90), None) if values[0] + a not in values)
         answer = str(values[0] + addend)
-        question = f"What is the pass key of {names[0]} plus {addend}? Answer with the number alone."
+        question = f"{ALONE}What is {addend} plus the pass key of {names[0]}?"
     lines = list(told.values())
     evidence = [lines[i] for i in _shuffled(draw, asked)]
     return Task(kind, tuple(evidence), tuple(lines[asked:]), question, answer)

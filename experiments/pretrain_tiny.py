@@ -7,6 +7,7 @@ Writes checkpoint/ (Hugging Face layout), steps.jsonl and receipt.json.
 Exit status: 0 goals reached, 1 not, 2 bad usage.
 """
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -42,7 +43,7 @@ EVALUATION = 1 << 20  # a stage number that no stage has: rows of the evaluation
 class Job(NamedTuple):
     """A configuration's parts, checked."""
 
-    model: Model
+    model: Model  # that recomputes nothing
     optimizer: Any
     stages: tuple[stages.Stage, ...]
     mixes: tuple[packed_rows.Mix, ...]  # of each stage; the last one's tasks are evaluated
@@ -56,18 +57,21 @@ def load_job(config: ConfigDict) -> Job:
     every, mixes = [], []
     for name in config.order:
         fields = config.stages[name].to_dict()
-        shares = {share: fields.pop(share) for share in ("text", "copies")}
+        shares = {share: fields.pop(share) for share in ("text", "copies", "recall")}
         every.append(stages.Stage(name, **fields))
         mixes.append(packed_rows.Mix(**config.mix.to_dict() | shares))
     lengths = tuple(config.evaluation.tokens)
     longest = max((*lengths, *(stage.tokens for stage in every)))
     architecture.check_length(longest, "a row")
+    if config.mix.positions > architecture.max_position_embeddings:
+        raise ValueError(f"mix.positions={config.mix.positions}; accepted: at most model.max_position_embeddings="
+                         f"{architecture.max_position_embeddings}")  # fmt: skip
     if not lengths or lengths[-1] != longest:
         raise ValueError(f"evaluation.tokens={lengths}; accepted: lengths that end with the longest row's, {longest}")
     if architecture.index_topk >= longest:
         raise ValueError(f"model.index_topk={architecture.index_topk}; accepted: less than a row's {longest} tokens")
     optimizer = step_lib.make_optimizer(config.optimizer.kind, weight_decay=config.optimizer.weight_decay)
-    model = decoder.make_model(architecture, remat=config.remat, kernels="reference")
+    model = decoder.make_model(architecture, remat=False, kernels="reference")
     return Job(model, optimizer, tuple(every), tuple(mixes))
 
 
@@ -88,35 +92,39 @@ def rates_of(config: ConfigDict, every: tuple[stages.Stage, ...], number: int, s
 
 
 def evaluate(config: ConfigDict, job: Job, base: Params, held_out: corpus.Text, frame, tokens) -> dict[str, Any]:
-    """Held-out loss, answers by kind and length, selection quality: all with the selection that is served."""
+    """Held-out loss, answers by kind and length, selection quality: all with the selection that is served.
+
+    `stretched`: answers of the longest rows where gaps stretch their positions to mix.positions.
+    """
     model, keys, wanted, mix = job.model, job.model.config.index_topk, config.evaluation, job.mixes[-1]
-    loss, answers = {}, {}
-    for length in wanted.tokens:
-        seed = (config.seed, EVALUATION, length)
-        count = max(1, wanted.batch_tokens // length)
-        loss[str(length)] = measure.held_out_loss(
-            model, base, packed_rows.text_batch(held_out, count, length, seed), keys
-        )
-        answers[str(length)] = {}
+    longest = wanted.tokens[-1]
+    loss = {}
+
+    def answers(length, positions=0):
+        count, rates = max(1, wanted.batch_tokens // length), {}
         for kind in mix.kinds:
             found = []
             for part in range(math.ceil(wanted.questions / count)):
                 seed = (config.seed, EVALUATION, length, part)
-                batch = packed_rows.question_batch(held_out, frame, tokens, mix, kind, count, length, seed)
+                batch = packed_rows.question_batch(held_out, frame, tokens, mix, kind, count, length, seed, positions)
                 found.append(measure.retrieval(model, base, batch, keys))
-            answers[str(length)][kind] = {
-                "exact": float(np.mean([f["exact"] for f in found])),
-                "tokens": float(np.mean([f["tokens"] for f in found])),
-                "rows": sum(f["rows"] for f in found),
-            }
-    longest = wanted.tokens[-1]
+            rates[kind] = {name: float(np.mean([f[name] for f in found])) for name in ("exact", "bound", "tokens")}
+            rates[kind]["rows"] = sum(f["rows"] for f in found)
+        return rates
+
+    for length in wanted.tokens:
+        seed = (config.seed, EVALUATION, length)
+        count = max(1, wanted.batch_tokens // length)
+        batch = packed_rows.text_batch(held_out, count, length, seed)
+        loss[str(length)] = measure.held_out_loss(model, base, batch, keys)
     count = max(1, wanted.batch_tokens // longest)
     seed = (config.seed, EVALUATION, longest, 0)
     mixed = packed_rows.training_batch(held_out, frame, tokens, mix, count, longest, seed)
     return {
         "keys": keys,
         "held_out_loss": loss,
-        "retrieval": answers,
+        "retrieval": {str(length): answers(length) for length in wanted.tokens},
+        "stretched": {"positions": mix.positions, "retrieval": answers(longest, mix.positions)},
         "selection": measure.selection_quality(model, base, mixed, keys),
     }
 
@@ -160,7 +168,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         state = step_lib.init_state(job.model, job.optimizer, config.seed)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
         print(f"{parameters:,} parameters, {training.ids.size:,} tokens of text, {held_out.ids.size:,} held out")
-        done = []
+        done, programs = [], step_lib.update._cache_size()
         with open(workdir / "steps.jsonl", "w") as log:
 
             def report(record):
@@ -169,6 +177,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
                 print(line(record), flush=True)
 
             for number, stage in enumerate(job.stages):
+                model = dataclasses.replace(job.model, remat=stage.remat)
                 static = step_lib.Stage(stage.selected or None, stage.trained, config.optimizer.bias_rate)
 
                 def make(i, number=number, stage=stage):
@@ -177,9 +186,9 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
                         training, frame, tokens, job.mixes[number], stage.rows, stage.tokens, seed
                     )
 
-                def advance(state, batch, share, number=number, static=static):
+                def advance(state, batch, share, number=number, model=model, static=static):
                     rates = rates_of(config, job.stages, number, share)
-                    return step_lib.update(job.model, job.optimizer, static, state, batch, rates)
+                    return step_lib.update(model, job.optimizer, static, state, batch, rates)
 
                 state, record = stages.run(stage, state, make, advance, every=config.report_every, report=report)
                 done.append(record)
@@ -211,6 +220,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
             "parameters": parameters,
             "checkpoint": {"bytes": size, "weights_fingerprint": fingerprint.tree_fingerprint(base)},
             "stages": done,
+            "programs": step_lib.update._cache_size() - programs,
             **found,
             "evaluation_seconds": time.perf_counter() - started,
             "seconds": time.perf_counter() - begun,
@@ -233,6 +243,9 @@ def table(found: dict[str, Any]) -> list[str]:
     for length, loss in found["held_out_loss"].items():
         scores = "  ".join(f"{found['retrieval'][length][kind]['exact']:8.3f}" for kind in kinds)
         lines.append(f"{length:>6}  {loss:5.3f}   {scores}")
+    stretched = found["stretched"]
+    scores = "  ".join(f"{stretched['retrieval'][kind]['exact']:8.3f}" for kind in kinds)
+    lines.append(f"{length:>6}          {scores}   (over {stretched['positions']:,} positions)")
     selection = found["selection"]
     lines.append(f"attention on {found['keys']} selected keys, of the best possible ({selection['queries']} queries):")
     for name, shares in [("all", selection), *selection["layers"].items()]:

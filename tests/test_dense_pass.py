@@ -19,11 +19,16 @@ IDS = tiny_ids(CONFIG, ROWS, TOKENS)
 ONE = np.zeros((ROWS, TOKENS), np.int32)
 PLACES = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (ROWS, TOKENS))
 SPARSE = Options(KEYS, index=True, measure=True)
+EVEN = np.ones((ROWS, TOKENS), np.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "options"))
-def run(model, base, ids, segments, positions, options):
-    return dense_pass.run(model, base, ids, segments, positions, options)
+def compiled(model, base, ids, segments, positions, options, weights):
+    return dense_pass.run(model, base, ids, segments, positions, options, weights)
+
+
+def run(*arguments, weights=EVEN):
+    return compiled(*arguments, weights)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +82,28 @@ def test_measures_against_numpy(sparse, served, base):
             share += row[served[1][0]["selection"][b, t]].sum() / best, row[-KEYS:].sum() / best
     np.testing.assert_allclose(sparse[1][0]["share"][:2], share, rtol=1e-4)
     assert float(sparse[1][0]["queries"]) == ROWS * (TOKENS - KEYS)
+
+
+def test_the_divergence_is_a_weighed_sum_over_queries(base, sparse):
+    """Of the queries that weigh alone; none of the first ones, which see but one key, differs from its indexer."""
+    late = PLACES >= TOKENS // 2
+    parts = [
+        run(MODEL, base, IDS, ONE, PLACES, SPARSE, weights=weights)[1]
+        for weights in (np.where(late, 3.0, 0.0).astype(np.float32), np.where(late, 0.0, 1.0).astype(np.float32))
+    ]
+    for i, layer in sparse[1].items():
+        late, early = (float(part[i]["divergence"]) for part in parts)
+        assert late > 0 and early > 0
+        np.testing.assert_allclose(late / 3 + early, layer["divergence"], rtol=1e-5)
+
+
+def test_gaps_in_positions_turn_keys_alone(base, sparse):
+    """An offset of all positions changes nothing, a gap does; who sees whom hangs on the order of the tokens."""
+    gap = PLACES + np.where(PLACES >= TOKENS // 2, 1000, 0).astype(np.int32)
+    offset, after = (run(MODEL, base, IDS, ONE, p, SPARSE)[0] for p in (PLACES + np.int32(1000), gap))
+    np.testing.assert_allclose(offset, sparse[0], atol=2e-3)
+    np.testing.assert_allclose(after[:, : TOKENS // 2], sparse[0][:, : TOKENS // 2], atol=2e-5)
+    assert np.abs(np.asarray(after - sparse[0]))[:, TOKENS // 2 :].max() > 1e-2
 
 
 def _attention(layer, x):

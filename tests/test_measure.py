@@ -41,6 +41,7 @@ def test_an_answer_is_right_when_greedy_decoding_gives_it(base):
     found = measure.retrieval(MODEL, base, batch, KEYS)
     assert found["rows"] == 3 and found["exact"] == pytest.approx(1 / 3)
     assert 1 / 3 + 1 / 4 <= found["tokens"] <= 11 / 12
+    assert found["bound"] == pytest.approx(2 / 3)
 
 
 def test_shares_are_of_the_best_selection(base):

@@ -1,5 +1,7 @@
 """Rows to train on: exact lengths, whose tokens are answers, what a token predicts, and the same bytes for a seed."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,10 @@ from longstraw_jax.io.payload import Source
 from longstraw_jax.pretrain import corpus, packed_rows
 from longstraw_jax.tasks import retrieval
 
-MIX = packed_rows.Mix(text=0.3, copies=0.2, kinds=retrieval.KINDS, digits=3, distractors=4, turns=3, answer_weight=5.0)
+MIX = packed_rows.Mix(
+    text=0.3, copies=0.2, recall=0.1, kinds=retrieval.KINDS, digits=3, distractors=4, lines=5, turns=3,
+    answer_weight=5.0, stretched=0.0, positions=9000,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,7 @@ def test_further_turns_ask_for_look_alikes(byte_tokenizer, text, frame):
     assert turns[0] == (task.question, task.answer) and len(turns) == 3
     for (question, answer), line in zip(turns[1:], task.distractors, strict=False):
         name = line.removeprefix("The pass key of ").split(" is ")[0]
-        assert f" {name}?" in question and line.endswith(f" is {answer}.") and answer.isdigit()
+        assert question.endswith(f" {name}?") and line.endswith(f" is {answer}.") and answer.isdigit()
     made = packed_rows.document(task, turns, text, frame, byte_tokenizer, 800, 5.0, np.random.default_rng(0))
     assert byte_tokenizer.decode(made.ids[made.answer]) == "".join(f"{answer}<|user|>" for _, answer in turns)
 
@@ -82,6 +87,49 @@ def test_rows_are_full_and_predict_their_own_documents(byte_tokenizer, text, fra
     assert answers.replace(" ", "").isdigit()
 
 
+def test_recall_asks_only_for_what_was_said(byte_tokenizer, frame):
+    """Every number that weighs is that of the name before it; a row holds many, and both forms."""
+    forms = re.compile(r"(?:The pass key of (\w+ \w+) is |pass key of (\w+ \w+)\?<\|assistant\|>)(\d+)")
+    for seed in range(5):
+        made = packed_rows.recall(byte_tokenizer, frame, MIX, 900, np.random.default_rng(seed))
+        written = byte_tokenizer.decode(made.ids)
+        found = [(m[1] or m[2], m[3], m.span(3), m[1] is None) for m in forms.finditer(written) if m.end() < 900 - 60]
+        keys, weighed = {}, byte_tokenizer.decode(np.where(made.answer, made.ids, byte_tokenizer.encode("_")[0]))
+        for name, key, _, asked in found:
+            assert keys.setdefault(name, key) == key and not (asked and name not in keys)
+        assert 2 <= len(keys) <= MIX.lines and len(set(keys.values())) == len(keys)
+        said = set()
+        digits = "".join(key for name, key, _, _ in found if name in said or said.add(name))
+        assert re.sub(r"[^\d]", "", weighed).startswith(digits) and len(digits) > 9
+        assert {asked for *_, asked in found} == {False, True}
+        np.testing.assert_array_equal(made.weight, np.where(made.answer, MIX.answer_weight, 1.0))
+        assert all(field.size == 900 for field in made)
+
+
+def test_gaps_stand_between_lines(byte_tokenizer, text, frame):
+    """Positions rise by one within a line, reach what they are to reach, and leave the rest as it was."""
+    newline = byte_tokenizer.encode("\n")[-1]
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        whole = packed_rows.recall(byte_tokenizer, frame, MIX, 400, rng)
+        made = packed_rows.stretched(whole, newline, 9000, rng)
+        steps = np.diff(made.places)
+        assert made.places[0] == 0 and made.places[-1] == 8999 and (steps >= 1).all() and steps.max() > 1
+        assert (made.ids[:-1][steps > 1] == newline).all()
+        assert made._replace(places=whole.places) is not None and (made.ids == whole.ids).all()
+    drill = packed_rows.drill(byte_tokenizer, 100, rng)
+    assert packed_rows.stretched(drill, newline, 9000, rng) is drill
+    assert packed_rows.stretched(whole, newline, 300, rng) is whole
+
+
+def test_a_share_of_the_documents_is_stretched(byte_tokenizer, text, frame):
+    mix = packed_rows.Mix(**vars(MIX) | {"stretched": 1.0, "copies": 0.0, "recall": 0.0})
+    batch = packed_rows.training_batch(text, frame, byte_tokenizer, mix, 8, 500, (3,))
+    assert 1000 < batch.positions.max() < 9000
+    asked = packed_rows.question_batch(text, frame, byte_tokenizer, mix, "needle", 2, 600, (1,), 9000)
+    assert (asked.positions[:, -1] == 8999).all()
+
+
 def test_a_seed_gives_its_batch(byte_tokenizer, text, frame):
     first, again, other = (
         packed_rows.training_batch(text, frame, byte_tokenizer, MIX, 2, 300, (0, 0, seed)).ids for seed in (4, 4, 5)
@@ -103,7 +151,10 @@ def test_a_question_row_ends_with_its_one_answer(byte_tokenizer, text, frame, ki
 
 @pytest.mark.parametrize(
     "field, value",
-    [("text", 1.5), ("copies", 0.8), ("kinds", ("haystack",)), ("digits", 1), ("turns", 0), ("answer_weight", 0.0)],
+    [
+        *(("text", 1.5), ("copies", 0.8), ("recall", 0.6), ("kinds", ("haystack",)), ("digits", 1), ("turns", 0)),
+        *(("answer_weight", 0.0), ("lines", 1), ("stretched", 1.1), ("positions", 8)),
+    ],
 )
 def test_a_mix_out_of_range_is_named(field, value):
     with pytest.raises(ValueError, match=f"mix.{field}=.*accepted"):

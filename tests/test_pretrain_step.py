@@ -91,6 +91,20 @@ def test_the_language_loss_and_its_gradient_are_the_sparse_pass_s(params, batch)
         np.testing.assert_allclose(grads[name], want, atol=2e-5 * scale, err_msg=name)
 
 
+def test_first_tokens_are_where_answers_begin():
+    answers = np.array([[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 0, 1]], bool)
+    np.testing.assert_array_equal(step.first_tokens(answers), [[1, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 1]])
+
+
+def test_queries_weigh_in_the_divergence_as_their_predictions_do(params, batch, after):
+    """Its mean is over batch.weights; that of the queries behind an answer differs from that of all alike."""
+    weighed = float(after[1]["divergence"])
+    _, layers = jax.jit(step.losses, static_argnums=(0, 3))(PLAIN, params, batch, dense_pass.Options(KEYS, index=True))
+    total = sum(float(layer["divergence"]) for layer in layers.values())
+    np.testing.assert_allclose(weighed, total / (batch.weights.sum() * len(layers)), rtol=1e-5)
+    assert float(after[1]["bound"]) in (0.0, 0.5, 1.0)  # one answer a row
+
+
 def test_a_second_step_compiles_nothing(batch):
     state, before = step.init_state(PLAIN, OPTIMIZER, 0), step.update._cache_size()
     for _ in range(2):

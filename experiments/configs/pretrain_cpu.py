@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
         n_routed_experts=4,
         num_experts_per_tok=2,
         rope_parameters={"rope_theta": 1000, "rope_type": "default"},
-        max_position_embeddings=192,
+        max_position_embeddings=4096,
         initializer_range=0.08,
     )
     config.remat = False

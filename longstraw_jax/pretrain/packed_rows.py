@@ -1,9 +1,10 @@
-"""Packed rows to train on: excerpts of text, drills in copying, and retrieval tasks whose answers weigh more.
+"""Packed rows to train on: excerpts of text, drills in copying, recall, and retrieval tasks whose answers weigh more.
 
 A batch is a function of its seed, on the host in NumPy. Every row is full: no padding.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,11 @@ from longstraw_jax.tasks.retrieval import Task
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 "  # of drills
 SHORTEST_PERIOD = 4
+ROUNDING = 1e-9  # of shares that add up to 1
 _FIRST, _SECOND = "\ue000first\ue001", "\ue000second\ue001"  # stand for messages while the template renders
+
+
+Part = tuple[Sequence[int], bool]  # ids, and whether they are an answer
 
 
 class Frame(NamedTuple):
@@ -35,33 +40,45 @@ class Mix:
     """What rows are made of.
 
     Attributes:
-      text, copies: shares of documents that are plain text, and drawn characters said over and over; the others are
-        tasks.
+      text, copies, recall: shares of documents that are plain text, drawn characters said over and over (`drill`), and
+        lines of a task said and asked for over and over (`recall`); the others are tasks.
       kinds: kinds of retrieval.KINDS, drawn alike.
       digits: of the tasks' numbers.
       distractors: most look-alike lines of a task.
+      lines: most lines of a `recall` document.
       turns: most questions of a `needle` document; those after the first ask for look-alikes.
       answer_weight: of an answer's tokens in the loss, where others have 1.
+      stretched: share of documents, drills apart, whose positions have gaps (`stretched`).
+      positions: most of a stretched document, whose number is drawn evenly in its logarithm.
     """
 
     text: float
     copies: float
+    recall: float
     kinds: tuple[str, ...]
     digits: int
     distractors: int
+    lines: int
     turns: int
     answer_weight: float
+    stretched: float
+    positions: int
 
     def __post_init__(self):
         checks = (
             ("text", self.text, 0 <= self.text <= 1, "0 to 1"),
             ("copies", self.copies, 0 <= self.copies <= 1 - self.text, f"0 to 1 - mix.text = {1 - self.text:g}"),
+            ("recall", self.recall, 0 <= self.recall <= 1 - self.text - self.copies + ROUNDING,
+             f"0 to 1 - mix.text - mix.copies = {1 - self.text - self.copies:g}"),
             ("kinds", self.kinds, bool(self.kinds) and set(self.kinds) <= set(retrieval.KINDS),
              f"one or more of {', '.join(retrieval.KINDS)}"),
             ("digits", self.digits, 2 <= self.digits <= 12, "2 to 12"),
             ("distractors", self.distractors, 0 <= self.distractors <= 64, "0 to 64"),
+            ("lines", self.lines, 2 <= self.lines <= 64, "2 to 64"),
             ("turns", self.turns, self.turns >= 1, "1 or more"),
             ("answer_weight", self.answer_weight, self.answer_weight > 0, "a positive number"),
+            ("stretched", self.stretched, 0 <= self.stretched <= 1, "0 to 1"),
+            ("positions", self.positions, self.positions >= 64, "64 or more"),
         )  # fmt: skip
         for name, value, good, accepted in checks:
             if not good:
@@ -69,11 +86,15 @@ class Mix:
 
 
 class Document(NamedTuple):
-    """ids int32 [T]; answer: tokens of an answer, the eos behind it included; weight fp32: of each in the loss."""
+    """ids int32 [T]; answer: tokens of an answer, the eos behind it included; weight fp32: of each in the loss.
+
+    places: rotary positions, int32, from 0 on.
+    """
 
     ids: Int[np.ndarray, "T"]
     answer: Bool[np.ndarray, "T"]
     weight: Float[np.ndarray, "T"]
+    places: Int[np.ndarray, "T"]
 
 
 def frame_of(template: ChatTemplate, tokenizer: Tokenizer) -> Frame:
@@ -92,16 +113,10 @@ def turns_of(task: Task, most: int) -> list[tuple[str, str]]:
     """The task's question and answer, and for a `needle` the same question of up to most - 1 look-alike lines."""
     turns = [(task.question, task.answer)]
     if task.kind == "needle":
-        asked, _ = _name_and_key(task.evidence[0])
         for line in task.distractors[: most - 1]:
-            name, key = _name_and_key(line)
-            turns.append((task.question.replace(asked, name), key))
+            name, key = retrieval.name_and_key(line)
+            turns.append((retrieval.ALONE + retrieval.question_of(name), key))
     return turns
-
-
-def _name_and_key(line: str) -> tuple[str, str]:
-    name, _, key = line.removeprefix("The pass key of ").removesuffix(".").partition(" is ")
-    return name, key
 
 
 def document(
@@ -119,7 +134,7 @@ def document(
                            strict=True):  # fmt: skip
         lines.insert(place, line)
     told = [tokenizer.encode(line + "\n") for line in lines]
-    spoken: list[tuple[list[int], bool]] = []
+    spoken: list[Part] = []
     for number, (question, answer) in enumerate(turns):
         lead = tokenizer.encode(DOCUMENT_SEPARATOR[1:] + question) if number == 0 else tokenizer.encode(question)
         spoken.append(([*lead, *frame.ask], False))
@@ -136,10 +151,14 @@ def document(
         if gap:  # an excerpt that ends a line
             parts += [excerpt(text, gap - 1, rng), [newline]]
         parts.append(line)
-    body = np.concatenate([np.asarray(part, np.int32) for part in parts])
-    ids = np.concatenate([body, *(np.asarray(ids, np.int32) for ids, _ in spoken)])
-    answer = np.concatenate([np.zeros(body.size, bool), *(np.full(len(ids), is_answer) for ids, is_answer in spoken)])
-    return Document(ids, answer, np.where(answer, answer_weight, 1.0).astype(np.float32))
+    return _document([*((part, False) for part in parts), *spoken], answer_weight)
+
+
+def _document(parts: list[Part], answer_weight: float) -> Document:
+    ids = np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts])
+    answer = np.concatenate([np.full(len(ids), is_answer) for ids, is_answer in parts])
+    weight = np.where(answer, answer_weight, 1.0).astype(np.float32)
+    return Document(ids, answer, weight, np.arange(ids.size, dtype=np.int32))
 
 
 def most_distractors(mix: Mix, room: int) -> int:
@@ -157,23 +176,72 @@ def drill(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> Docume
     shortest, longest = SHORTEST_PERIOD, max(length // 2, SHORTEST_PERIOD)
     period = int(round(shortest * (longest / shortest) ** rng.random()))
     said = np.resize(rng.choice(ids, period), length)
-    return Document(said, np.zeros(length, bool), (np.arange(length) >= period).astype(np.float32))
+    places = np.arange(length, dtype=np.int32)
+    return Document(said, np.zeros(length, bool), (places >= period).astype(np.float32), places)
+
+
+def recall(tokenizer: Tokenizer, frame: Frame, mix: Mix, length: int, rng: np.random.Generator) -> Document:
+    """Lines of a `needle` task without a word between, then over and over one of them, said again or asked for.
+
+    Which number belongs to which name is all that there is to learn: one token in 15 tells it, where in a task among
+    text one in hundreds does. Half of the names share a word with another's. Numbers weigh as answers wherever they
+    follow from a line before. Half of the turns ask, in the chat's form. The last turn is cut at `length`.
+    """
+    count, encode = int(rng.integers(2, mix.lines + 1)), tokenizer.encode
+    task = retrieval.make("needle", int(rng.integers(2**63)), distractors=count - 1, digits=mix.digits)
+    lines = [*task.evidence, *task.distractors]
+    parts: list[Part] = [(frame.head, False)]
+    parts += [(encode(lines[i] + "\n"), False) for i in rng.permutation(count)]
+    size = sum(len(ids) for ids, _ in parts)
+    while size < length:
+        line = lines[rng.integers(count)]
+        name, key = retrieval.name_and_key(line)
+        if rng.random() < 0.5:
+            lead = retrieval.ALONE if rng.random() < 0.5 else ""
+            turn = [([*encode(lead + retrieval.question_of(name)), *frame.ask], False),
+                    ([*encode(key), frame.again[0]], True), (frame.again[1:], False)]  # fmt: skip
+        else:
+            before, after = line.split(key)
+            turn = [(encode(before), False), (encode(key), True), (encode(after + "\n"), False)]
+        parts += turn
+        size += sum(len(ids) for ids, _ in turn)
+    whole = _document(parts, mix.answer_weight)
+    return Document(*(field[:length] for field in whole))
+
+
+def stretched(document: Document, newline: int, positions: int, rng: np.random.Generator) -> Document:
+    """The document with gaps in its positions before drawn lines, never inside one, so that it takes `positions`.
+
+    A short row then shows the distances of a long one, as randomised positional encodings do (Ruoss et al.,
+    arXiv:2305.16843), while what stands together stays together. The number of gaps is drawn evenly in its logarithm.
+    A document of one line, or of as many tokens, stays as it is.
+    """
+    size = document.ids.size
+    starts = np.flatnonzero(document.ids[:-1] == newline) + 1
+    if not starts.size or positions <= size:
+        return document
+    starts = rng.permutation(starts)[: int(round(starts.size ** rng.random()))]
+    gaps, added = np.zeros(size, np.int64), positions - size
+    gaps[starts] = np.diff(np.sort(rng.integers(0, added + 1, starts.size - 1)), prepend=0, append=added)
+    return document._replace(places=(document.places + np.cumsum(gaps)).astype(np.int32))
 
 
 def _plain(ids: Int[np.ndarray, "T"]) -> Document:
-    return Document(ids.astype(np.int32), np.zeros(ids.size, bool), np.ones(ids.size, np.float32))
+    return _document([(ids, False)], 1.0)
 
 
 def row(
     text: Text, frame: Frame, tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator
 ) -> list[Document]:
     """Documents of `length` tokens together; half of them take all the room that is left."""
-    documents, room = [], length
+    documents, room, newline = [], length, tokenizer.encode("\n")[-1]
     while room:
         size = room if rng.random() < 0.5 else int(rng.integers(min(room, 64), room + 1))
         made, share = None, rng.random()
         if share < mix.copies:
             made = drill(tokenizer, size, rng)
+        elif share < mix.copies + mix.recall:
+            made = recall(tokenizer, frame, mix, size, rng)
         elif share < 1 - mix.text:
             distractors = int(rng.integers(most_distractors(mix, size) + 1))
             kind = str(rng.choice(mix.kinds))
@@ -182,6 +250,8 @@ def row(
             made = document(task, turns, text, frame, tokenizer, size, mix.answer_weight, rng)
         if made is None:
             made = _plain(excerpt(text, size, rng))
+        if share >= mix.copies and rng.random() < mix.stretched:
+            made = stretched(made, newline, int(size * (mix.positions / size) ** rng.random()), rng)
         documents.append(made)
         room -= size
     return documents
@@ -199,7 +269,7 @@ def packed(rows: list[list[Document]]) -> Batch:
     return Batch(
         ids=rows_of(lambda _, d: d.ids, np.int32),
         segments=rows_of(lambda i, d: np.full(d.ids.size, i), np.int32),
-        positions=rows_of(lambda _, d: np.arange(d.ids.size), np.int32),
+        positions=rows_of(lambda _, d: d.places, np.int32),
         targets=rows_of(lambda _, d: np.append(d.ids[1:], d.ids[-1]), np.int32),
         weights=rows_of(lambda _, d: np.append(d.weight[1:], 0.0), np.float32),
         answers=answers,
@@ -215,9 +285,13 @@ def training_batch(
 
 
 def question_batch(
-    text: Text, frame: Frame, tokenizer: Tokenizer, mix: Mix, kind: str, rows: int, length: int, seed: tuple[int, ...]
-) -> Batch:
+    text: Text, frame: Frame, tokenizer: Tokenizer, mix: Mix, kind: str, rows: int, length: int, seed: tuple[int, ...],
+    positions: int = 0,
+) -> Batch:  # fmt: skip
     """A task of one kind with all the look-alikes it may have and one question a row, whose last tokens are the answer.
+
+    Args:
+      positions: of `stretched` rows; 0 for rows without gaps.
 
     Raises:
       ValueError: the tasks do not fit the length.
@@ -229,7 +303,7 @@ def question_batch(
         one = document(task, turns_of(task, 1), text, frame, tokenizer, length, mix.answer_weight, rng)
         if one is None:
             raise ValueError(f"a {kind!r} task in {length} tokens; accepted: more tokens")
-        made.append([one])
+        made.append([stretched(one, tokenizer.encode("\n")[-1], positions, rng) if positions else one])
     return packed(made)
 
 

@@ -28,6 +28,8 @@ class Stage:
       seconds: after which the stage ends all the same, compilation not counted; 0 for no limit.
       selected: keys of a query; 0 for all, dense attention.
       trained: parts of step.TRAINED.
+      remat: recompute each layer in the backward pass: a third more arithmetic, where all layers' scores, 4 bytes a
+        head and pair of tokens each, do not fit.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Stage:
     seconds: float
     selected: int
     trained: tuple[str, ...]
+    remat: bool = False
 
     def __post_init__(self):
         checks = (

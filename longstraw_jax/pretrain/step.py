@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     Attributes:
       ids, segments, positions: as in dense_pass.run.
       targets: the token to predict at each place.
-      weights: fp32, of each prediction in the loss; 0 at a document's last token.
+      weights: fp32, of each prediction in the loss and of its query in the indexers'; 0 at a document's last token.
       answers: predictions that belong to an answer, for the metrics.
     """
 
@@ -145,11 +145,16 @@ def predictions(
     model: Model, base: Params, batch: Batch, options: dense_pass.Options
 ) -> tuple[Float[Array, "B T"], Int[Array, "B T"], dict[int, dict[str, Any]]]:
     """fp32 negative log-likelihood of each target, the likeliest token, and the sums of each layer (dense_pass.run)."""
-    hidden, layers = dense_pass.run(model, base, batch.ids, batch.segments, batch.positions, options)
+    hidden, layers = dense_pass.run(model, base, batch.ids, batch.segments, batch.positions, options, batch.weights)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logits = parallel.logits(flat, base["lm_head"]["weight"], None, None).reshape(*batch.ids.shape, -1)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)[..., 0]
     return -picked, logits.argmax(-1), layers
+
+
+def first_tokens(answers: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """The first prediction of each answer."""
+    return answers & ~jnp.pad(answers, ((0, 0), (1, 0)))[:, :-1]
 
 
 def losses(
@@ -157,19 +162,23 @@ def losses(
 ) -> tuple[dict[str, tuple[Array, Array]], dict[int, dict[str, Any]]]:
     """Losses as (sum, count), and the sums of each layer.
 
-    `language`: negative log-likelihood weighed by batch.weights. `answers`: of answers alone, and `right`: how many of
-    these are the likeliest token. `divergence`: of all layers from their indexers, a mean over tokens and layers.
+    `language`: negative log-likelihood weighed by batch.weights. `answers`: of answers alone, `right`: how many of
+    these are the likeliest token, and `bound`: the same of each answer's first token, which only the name that is
+    asked for can tell. `divergence`: of all layers from their indexers, a mean over layers and over queries, which
+    weigh as their predictions do: those that look up an answer are few.
     """
     nll, likeliest, layers = predictions(model, served(model, params), batch, options)
     answers = batch.answers.sum()
+    first = first_tokens(batch.answers)
     sums = {
         "language": (jnp.where(batch.weights > 0, batch.weights * nll, 0.0).sum(), batch.weights.sum()),
         "answers": (jnp.where(batch.answers, nll, 0.0).sum(), answers),
         "right": ((batch.answers & (likeliest == batch.targets)).sum(), answers),
+        "bound": ((first & (likeliest == batch.targets)).sum(), first.sum()),
     }
     if options.index:
         total = sum(layer["divergence"] for layer in layers.values())
-        sums["divergence"] = (total, (batch.segments >= 0).sum() * len(layers))
+        sums["divergence"] = (total, batch.weights.sum() * len(layers))
     return sums, layers
 
 

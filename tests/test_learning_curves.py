@@ -15,8 +15,8 @@ from longstraw_jax.io import data
 import learning_curves  # isort: skip
 
 
-def defaults() -> ConfigDict:
-    spec = importlib.util.spec_from_file_location("learn", tiny_jobs.EXPERIMENTS / "configs" / "learn_tiny.py")
+def defaults(name: str = "learn_tiny") -> ConfigDict:
+    spec = importlib.util.spec_from_file_location(name, tiny_jobs.EXPERIMENTS / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.get_config()
@@ -148,3 +148,6 @@ def test_the_default_is_what_it_says():
     assert made.job.steps == 100 and made.job.mesh.devices == 8 and made.job.grpo.group == 8
     assert made.task.tokens + made.job.grpo.max_new_tokens == 4096
     learning_curves.check(made, ["frozen", "detached", "exact"], [0, 1, 2])
+    small = defaults("learn_cpu")
+    assert small.task.tokens + small.job.grpo.max_new_tokens == 192  # the small reader's positions
+    learning_curves.check(small, ["frozen", "detached", "exact"], [0, 1, 2])

@@ -1,0 +1,28 @@
+"""Held-out curves of a reader that one CPU core trains in minutes: two digits, one look-alike, 188 tokens, one device.
+
+python experiments/pretrain_tiny.py --workdir=runs/small --config=experiments/configs/pretrain_cpu.py \
+    --config.mix.digits=2 --config.stages.short.steps=550 --config.stages.sparse.steps=220
+python experiments/learning_curves.py --config=experiments/configs/learn_cpu.py \
+    --config.job.model.checkpoint=runs/small/checkpoint --out=runs/learning_small
+"""
+
+import importlib.util
+import pathlib
+
+from ml_collections import ConfigDict
+
+_SPEC = importlib.util.spec_from_file_location("learn_tiny", pathlib.Path(__file__).with_name("learn_tiny.py"))
+_TINY = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_TINY)
+
+
+def get_config() -> ConfigDict:
+    """Only what differs from learn_tiny.py; the reader knows one kind of task, so that none is chosen."""
+    config = _TINY.get_config()
+    config.job.mesh.devices = 1
+    config.job.data.rows_per_step = 2
+    config.job.grpo.max_new_tokens = 4
+    config.job.capture.chunk = 192
+    config.task.update(kind="needle", tokens=188, distractors=1, digits=2)
+    config.held_out.update(rows=96, every=25)
+    return config

@@ -11,7 +11,7 @@ from longstraw_jax.pretrain import corpus, packed_rows
 from longstraw_jax.tasks import retrieval
 
 MIX = packed_rows.Mix(
-    text=0.3, copies=0.2, recall=0.1, kinds=retrieval.KINDS, digits=3, distractors=4, lines=5, turns=3,
+    text=0.3, pairs=0.2, recall=0.1, kinds=retrieval.KINDS, digits=3, distractors=4, lines=5, turns=3,
     answer_weight=5.0, stretched=0.0, positions=9000,
 )  # fmt: skip
 
@@ -78,9 +78,9 @@ def test_rows_are_full_and_predict_their_own_documents(byte_tokenizer, text, fra
             np.testing.assert_array_equal(batch.positions[b, here], np.arange(here.size))
             np.testing.assert_array_equal(batch.targets[b, here[:-1]], batch.ids[b, here[1:]])
             assert batch.weights[b, here[-1]] == 0
-            # All others weigh, but for the first period of a drill.
+            # All others weigh, but for what pairs say for the first time.
             silent = np.flatnonzero(batch.weights[b, here[:-1]] == 0)
-            assert (silent == np.arange(silent.size)).all() and silent.size <= max(here.size // 2, 4)
+            assert (silent == np.arange(silent.size)).all()
     np.testing.assert_array_equal(batch.weights[batch.answers], MIX.answer_weight)
     assert set(batch.weights[~batch.answers]) == {0.0, 1.0}
     answers = byte_tokenizer.decode(batch.targets[batch.answers], skip_special=True)
@@ -88,22 +88,31 @@ def test_rows_are_full_and_predict_their_own_documents(byte_tokenizer, text, fra
 
 
 def test_recall_asks_only_for_what_was_said(byte_tokenizer, frame):
-    """Every number that weighs is that of the name before it; a row holds many, and both forms."""
-    forms = re.compile(r"(?:The pass key of (\w+ \w+) is |pass key of (\w+ \w+)\?<\|assistant\|>)(\d+)")
-    for seed in range(5):
+    """What weighs as an answer is what the lines say of the names before it, in every form."""
+    said = r"The pass key of (\w+ \w+) is (that of )?([\w ]+)\.\n"
+    turn = re.compile(said + r"|of ([\w ,]+)\?<\|assistant\|>([\d ]+<\|user\|>)")
+    forms = set()
+    for seed in range(16):
         made = packed_rows.recall(byte_tokenizer, frame, MIX, 900, np.random.default_rng(seed))
-        written = byte_tokenizer.decode(made.ids)
-        found = [(m[1] or m[2], m[3], m.span(3), m[1] is None) for m in forms.finditer(written) if m.end() < 900 - 60]
-        keys, weighed = {}, byte_tokenizer.decode(np.where(made.answer, made.ids, byte_tokenizer.encode("_")[0]))
-        for name, key, _, asked in found:
-            assert keys.setdefault(name, key) == key and not (asked and name not in keys)
-        assert 2 <= len(keys) <= MIX.lines and len(set(keys.values())) == len(keys)
-        said = set()
-        digits = "".join(key for name, key, _, _ in found if name in said or said.add(name))
-        assert re.sub(r"[^\d]", "", weighed).startswith(digits) and len(digits) > 9
-        assert {asked for *_, asked in found} == {False, True}
+        written, told, follows = byte_tokenizer.decode(made.ids), {}, ""
+        for name, link, key, asked, answer in turn.findall(written):
+            if asked:
+                names = re.split(r", | and ", asked)
+                assert answer == " ".join(retrieval.followed(told, one) for one in names) + "<|user|>"
+                follows += answer
+                forms.add((len(names), any(told[one].startswith("that of ") for one in names)))
+            elif name in told:
+                assert told[name] == link + key
+                follows += key
+                forms.add(link)
+            else:
+                told[name] = link + key
+        assert 2 <= len(told) <= MIX.lines
+        weighed = byte_tokenizer.decode(made.ids[made.answer])
+        assert weighed.startswith(follows) and len(weighed) - len(follows) < 20 < len(follows)  # the last turn is cut
         np.testing.assert_array_equal(made.weight, np.where(made.answer, MIX.answer_weight, 1.0))
         assert all(field.size == 900 for field in made)
+    assert forms == {"", "that of ", (1, False), (1, True), (3, False), (3, True)}
 
 
 def test_gaps_stand_between_lines(byte_tokenizer, text, frame):
@@ -116,14 +125,14 @@ def test_gaps_stand_between_lines(byte_tokenizer, text, frame):
         steps = np.diff(made.places)
         assert made.places[0] == 0 and made.places[-1] == 8999 and (steps >= 1).all() and steps.max() > 1
         assert (made.ids[:-1][steps > 1] == newline).all()
-        assert made._replace(places=whole.places) is not None and (made.ids == whole.ids).all()
-    drill = packed_rows.drill(byte_tokenizer, 100, rng)
-    assert packed_rows.stretched(drill, newline, 9000, rng) is drill
+        assert (made.ids == whole.ids).all()
+    line = packed_rows.Document(*(field[:3] for field in whole))
+    assert packed_rows.stretched(line, newline, 9000, rng) is line
     assert packed_rows.stretched(whole, newline, 300, rng) is whole
 
 
 def test_a_share_of_the_documents_is_stretched(byte_tokenizer, text, frame):
-    mix = packed_rows.Mix(**vars(MIX) | {"stretched": 1.0, "copies": 0.0, "recall": 0.0})
+    mix = packed_rows.Mix(**vars(MIX) | {"stretched": 1.0, "pairs": 0.0, "recall": 0.0})
     batch = packed_rows.training_batch(text, frame, byte_tokenizer, mix, 8, 500, (3,))
     assert 1000 < batch.positions.max() < 9000
     asked = packed_rows.question_batch(text, frame, byte_tokenizer, mix, "needle", 2, 600, (1,), 9000)
@@ -152,7 +161,7 @@ def test_a_question_row_ends_with_its_one_answer(byte_tokenizer, text, frame, ki
 @pytest.mark.parametrize(
     "field, value",
     [
-        *(("text", 1.5), ("copies", 0.8), ("recall", 0.6), ("kinds", ("haystack",)), ("digits", 1), ("turns", 0)),
+        *(("text", 1.5), ("pairs", 0.8), ("recall", 0.6), ("kinds", ("haystack",)), ("digits", 1), ("turns", 0)),
         *(("answer_weight", 0.0), ("lines", 1), ("stretched", 1.1), ("positions", 8)),
     ],
 )
@@ -168,11 +177,18 @@ def test_a_template_that_ends_no_answer_is_refused(byte_tokenizer):
         )
 
 
-def test_a_drill_repeats(byte_tokenizer):
-    """What weighs is what follows from the text before it."""
-    for seed in range(5):
-        made = packed_rows.drill(byte_tokenizer, 100, np.random.default_rng(seed))
-        period = int((made.weight == 0).sum())
-        assert packed_rows.SHORTEST_PERIOD <= period <= 50 and (made.weight[period:] == 1).all()
-        np.testing.assert_array_equal(made.ids[period:], made.ids[:-period])
-        assert made.ids.size == 100 and not made.answer.any()
+def test_pairs_are_said_again(byte_tokenizer):
+    """Lines of a key, what all lines share and a value, which the key tells and which weighs when said again."""
+    between = set()
+    for seed in range(8):
+        made = packed_rows.pairs(byte_tokenizer, MIX, 400, np.random.default_rng(seed))
+        lines = byte_tokenizer.decode(made.ids).split("\n")[:-1]
+        assert 2 <= len(distinct := dict.fromkeys(lines)) <= MIX.lines and list(distinct) == lines[: len(distinct)]
+        stems = [line.rstrip("0123456789") for line in distinct]
+        between.add(min(map(len, stems)) - 2)
+        said = sum(len(line) + 1 for line in distinct)
+        assert (made.weight[:said] == 0).all() and not made.answer[:said].any() and made.ids.size == 400
+        digits = np.array([character.isdigit() for character in byte_tokenizer.decode(made.ids)])
+        np.testing.assert_array_equal(made.answer[said:], digits[said:])
+        np.testing.assert_array_equal(made.weight[said:], np.where(digits[said:], MIX.answer_weight, 1.0))
+    assert len(between) > 2

@@ -27,7 +27,7 @@ def small():
     config.order = ("medium", "sparse")
     for name, steps in (("medium", 4), ("sparse", 12)):
         stage = dict(tokens=LENGTH, rows=2, steps=steps, seconds=0.0, selected=24, trained=("trunk", "indexer"))
-        config.stages[name].update(stage | dict(remat=False, text=0.3, recall=0.2))
+        config.stages[name].update(stage | dict(remat=False, text=0.3, pairs=0.1, recall=0.2))
     config.mix.update(kinds=("needle",), distractors=1, positions=1000)
     config.evaluation.update(tokens=(LENGTH,), questions=4, batch_tokens=2 * LENGTH)
     config.report_every = 4

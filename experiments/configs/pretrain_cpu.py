@@ -16,37 +16,34 @@ def get_config() -> ConfigDict:
     config.model.update(
         dtype="float32",  # bf16 is emulated there
         hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=48,
+        num_hidden_layers=4,
+        q_lora_rank=32,
         kv_lora_rank=32,
         qk_nope_head_dim=16,
         qk_head_dim=32,
+        v_head_dim=16,
         index_n_heads=4,
-        index_head_dim=16,
+        index_head_dim=32,
         index_topk=24,
-        index_topk_pattern="FFS",
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        intermediate_size=128,
+        index_topk_pattern="FFFS",
+        mlp_layer_types=["dense"] + ["sparse"] * 3,
+        intermediate_size=96,
+        moe_intermediate_size=24,
         n_routed_experts=4,
         num_experts_per_tok=2,
-        rope_parameters={"rope_theta": 1000, "rope_type": "default"},
+        rope_parameters={"rope_theta": 10_000, "rope_type": "default"},
         max_position_embeddings=4096,
         initializer_range=0.08,
     )
-    config.remat = False
-    config.mix.update(kinds=("needle",), digits=3, distractors=1, turns=2)
-    config.order = ("drill", "short", "warmup", "sparse")
-    for name, tokens, rows, steps in (
-        ("drill", 96, 32, 450),
-        ("short", 192, 16, 350),
-        ("warmup", 192, 16, 60),
-        ("sparse", 192, 16, 100),
+    config.mix.update(kinds=("needle",), digits=3, distractors=1, lines=3, turns=2, positions=4096)
+    config.order = ("recall", "short", "warmup", "sparse")
+    for name, steps, shares in (
+        ("recall", 1300, dict(text=0.0, pairs=0.5, recall=0.5)),
+        ("short", 1000, dict(text=0.1, pairs=0.1, recall=0.3)),
+        ("warmup", 150, dict(text=0.1, pairs=0.1, recall=0.3)),
+        ("sparse", 400, dict(text=0.1, pairs=0.1, recall=0.3)),
     ):
-        config.stages[name].update(tokens=tokens, rows=rows, steps=steps, seconds=0.0)
-        if name != "drill":
-            config.stages[name].update(text=0.0, copies=0.3)
+        config.stages[name].update(tokens=192, rows=8, steps=steps, seconds=0.0, remat=False, **shares)
     config.stages.sparse.selected = 24
     config.optimizer.update(learning_rate=1e-2, bias_rate=3e-3)
     config.evaluation.update(tokens=(192,), questions=128, batch_tokens=6144)

@@ -70,11 +70,11 @@ def get_config() -> ConfigDict:
             },
             "order": ("drill", "recall", "short", "medium", "warmup", "narrow", "sparse"),  # of the stages
             "stages": {
-                # Copying, then which number is whose, then both in text: each is what the next is learned with. Many
-                # small steps: how soon either is found depends on their number, hardly on their size.
-                "drill": _stage(256, 64, 500, 10.0, text=0.0, copies=1.0, recall=0.0),
-                "recall": _stage(256, 64, 12_000, 90.0, text=0.1, copies=0.1, recall=0.8),
-                "short": _stage(256, 64, 6000, 30.0, text=0.2, copies=0.05, recall=0.25),
+                # Copying by a key, then which number is whose, then both in text: each is what the next is learned
+                # with. Many small steps: how soon either is found depends on their number, hardly on their size.
+                "drill": _stage(512, 32, 2000, 20.0, text=0.0, pairs=0.7, recall=0.3),
+                "recall": _stage(512, 32, 12_000, 80.0, text=0.1, pairs=0.2, recall=0.6),
+                "short": _stage(512, 32, 6000, 30.0, recall=0.25),
                 "medium": _stage(1024, 32, 6000, 50.0),
                 # The indexers alone learn from dense attention, the rest stands still.
                 "warmup": _stage(1024, 32, 3000, 25.0, trained=("indexer",)),
@@ -105,6 +105,6 @@ def get_config() -> ConfigDict:
 
 
 def _stage(tokens: int, rows: int, steps: int, seconds: float, **fields) -> dict:
-    """selected: 0 for dense attention. text, copies, recall: shares of documents; the others are tasks."""
-    usual = dict(selected=0, trained=("trunk",), remat=False, text=0.2, copies=0.05, recall=0.15)
+    """selected: 0 for dense attention. text, pairs, recall: shares of documents; the others are tasks."""
+    usual = dict(selected=0, trained=("trunk",), remat=False, text=0.2, pairs=0.05, recall=0.15)
     return dict(tokens=tokens, rows=rows, steps=steps, seconds=seconds) | usual | fields

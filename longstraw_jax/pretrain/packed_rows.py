@@ -1,4 +1,4 @@
-"""Packed rows to train on: excerpts of text, drills in copying, recall, and retrieval tasks whose answers weigh more.
+"""Packed rows to train on: text, drawn pairs of key and value, recall, and retrieval tasks whose answers weigh more.
 
 A batch is a function of its seed, on the host in NumPy. Every row is full: no padding.
 """
@@ -18,8 +18,9 @@ from longstraw_jax.pretrain.step import Batch
 from longstraw_jax.tasks import retrieval
 from longstraw_jax.tasks.retrieval import Task
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 "  # of drills
-SHORTEST_PERIOD = 4
+LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"  # of drawn pairs
+TOKENS_OF_A_LINE = 64  # of a recall document at least, so that there is room to come back to it
+LONGEST_BETWEEN = 12  # letters between a drawn key and its value
 ROUNDING = 1e-9  # of shares that add up to 1
 _FIRST, _SECOND = "\ue000first\ue001", "\ue000second\ue001"  # stand for messages while the template renders
 
@@ -40,20 +41,20 @@ class Mix:
     """What rows are made of.
 
     Attributes:
-      text, copies, recall: shares of documents that are plain text, drawn characters said over and over (`drill`), and
-        lines of a task said and asked for over and over (`recall`); the others are tasks.
+      text, pairs, recall: shares of documents that are plain text, drawn pairs said over and over (`pairs`), and lines
+        of a task said and asked for over and over (`recall`); the others are tasks.
       kinds: kinds of retrieval.KINDS, drawn alike.
       digits: of the tasks' numbers.
       distractors: most look-alike lines of a task.
-      lines: most lines of a `recall` document.
+      lines: most lines of a `recall` document, and pairs of a document of these.
       turns: most questions of a `needle` document; those after the first ask for look-alikes.
       answer_weight: of an answer's tokens in the loss, where others have 1.
-      stretched: share of documents, drills apart, whose positions have gaps (`stretched`).
+      stretched: share of documents whose positions have gaps (`stretched`).
       positions: most of a stretched document, whose number is drawn evenly in its logarithm.
     """
 
     text: float
-    copies: float
+    pairs: float
     recall: float
     kinds: tuple[str, ...]
     digits: int
@@ -67,9 +68,9 @@ class Mix:
     def __post_init__(self):
         checks = (
             ("text", self.text, 0 <= self.text <= 1, "0 to 1"),
-            ("copies", self.copies, 0 <= self.copies <= 1 - self.text, f"0 to 1 - mix.text = {1 - self.text:g}"),
-            ("recall", self.recall, 0 <= self.recall <= 1 - self.text - self.copies + ROUNDING,
-             f"0 to 1 - mix.text - mix.copies = {1 - self.text - self.copies:g}"),
+            ("pairs", self.pairs, 0 <= self.pairs <= 1 - self.text, f"0 to 1 - mix.text = {1 - self.text:g}"),
+            ("recall", self.recall, 0 <= self.recall <= 1 - self.text - self.pairs + ROUNDING,
+             f"0 to 1 - mix.text - mix.pairs = {1 - self.text - self.pairs:g}"),
             ("kinds", self.kinds, bool(self.kinds) and set(self.kinds) <= set(retrieval.KINDS),
              f"one or more of {', '.join(retrieval.KINDS)}"),
             ("digits", self.digits, 2 <= self.digits <= 12, "2 to 12"),
@@ -115,7 +116,7 @@ def turns_of(task: Task, most: int) -> list[tuple[str, str]]:
     if task.kind == "needle":
         for line in task.distractors[: most - 1]:
             name, key = retrieval.name_and_key(line)
-            turns.append((retrieval.ALONE + retrieval.question_of(name), key))
+            turns.append(("".join(retrieval.question_of([name])), key))
     return turns
 
 
@@ -166,42 +167,65 @@ def most_distractors(mix: Mix, room: int) -> int:
     return max(0, min(mix.distractors, room // 80))
 
 
-def drill(tokenizer: Tokenizer, length: int, rng: np.random.Generator) -> Document:
-    """Drawn characters said over and over: what was seen tells what follows, which is most of what retrieval needs.
+def pairs(tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator) -> Document:
+    """Lines of a drawn key, letters that are the same in each, and a drawn value, said over and over in any order.
 
-    Half of the periods are shorter than the geometric mean of the shortest and the longest. The first one, which
-    nothing tells, has no weight.
+    The key tells the value over the letters between, of which there are 0 to LONGEST_BETWEEN, few more often than many:
+    a slope from copying what followed the last letter to reading the number of a name some way before, which small
+    models do not find on `recall` alone. Values weigh as answers; what is said for the first time, which nothing tells,
+    has no weight.
     """
-    ids = np.asarray(tokenizer.encode(ALPHABET), np.int32)
-    shortest, longest = SHORTEST_PERIOD, max(length // 2, SHORTEST_PERIOD)
-    period = int(round(shortest * (longest / shortest) ** rng.random()))
-    said = np.resize(rng.choice(ids, period), length)
-    places = np.arange(length, dtype=np.int32)
-    return Document(said, np.zeros(length, bool), (places >= period).astype(np.float32), places)
+    letters, digits, newline = (np.asarray(tokenizer.encode(text), np.int32) for text in (LETTERS, DIGITS, "\n"))
+    count, between = int(rng.integers(2, mix.lines + 1)), rng.choice(letters, int(LONGEST_BETWEEN * rng.random() ** 2))
+    drawn = [(rng.choice(letters, rng.integers(2, 7)), rng.choice(digits, rng.integers(1, mix.digits + 1)))
+             for _ in range(count)]  # fmt: skip
+    parts: list[Part] = []
+    first = size = 0
+    while size < length:
+        number = len(parts) // 4
+        key, value = drawn[number if number < count else rng.integers(count)]
+        turn = [(key, False), (between, False), (value, number >= count), (newline, False)]
+        parts += turn
+        size += sum(len(ids) for ids, _ in turn)
+        first = size if number < count else first
+    whole = _document(parts, mix.answer_weight)
+    whole.weight[:first] = 0.0
+    return Document(*(field[:length] for field in whole))
 
 
 def recall(tokenizer: Tokenizer, frame: Frame, mix: Mix, length: int, rng: np.random.Generator) -> Document:
-    """Lines of a `needle` task without a word between, then over and over one of them, said again or asked for.
+    """Lines of a task without a word between, then over and over one of them, said again or asked for.
 
     Which number belongs to which name is all that there is to learn: one token in 15 tells it, where in a task among
-    text one in hundreds does. Half of the names share a word with another's. Numbers weigh as answers wherever they
-    follow from a line before. Half of the turns ask, in the chat's form. The last turn is cut at `length`.
+    text one in hundreds does. Half of the names share a word with another's; where mix.kinds has them, a quarter of
+    the documents have the lines of a `chain` and a quarter of the questions ask for several names. What follows from a
+    line before weighs as an answer. Half of the turns ask, in the chat's form. The last turn is cut at `length`.
     """
-    count, encode = int(rng.integers(2, mix.lines + 1)), tokenizer.encode
-    task = retrieval.make("needle", int(rng.integers(2**63)), distractors=count - 1, digits=mix.digits)
+    most, encode = max(2, min(mix.lines, length // TOKENS_OF_A_LINE)), tokenizer.encode
+    kind, least = "needle", 1
+    if "chain" in mix.kinds and most >= retrieval.LINES and rng.random() < 0.25:
+        kind, least = "chain", retrieval.LINES
+    count = int(rng.integers(max(2, least), most + 1))
+    task = retrieval.make(kind, int(rng.integers(2**63)), distractors=count - least, digits=mix.digits)
     lines = [*task.evidence, *task.distractors]
+    told = dict(retrieval.name_and_key(line) for line in lines)
     parts: list[Part] = [(frame.head, False)]
     parts += [(encode(lines[i] + "\n"), False) for i in rng.permutation(count)]
     size = sum(len(ids) for ids, _ in parts)
     while size < length:
-        line = lines[rng.integers(count)]
-        name, key = retrieval.name_and_key(line)
+        number = int(rng.integers(count))
         if rng.random() < 0.5:
-            lead = retrieval.ALONE if rng.random() < 0.5 else ""
-            turn = [([*encode(lead + retrieval.question_of(name)), *frame.ask], False),
-                    ([*encode(key), frame.again[0]], True), (frame.again[1:], False)]  # fmt: skip
+            several = "needles" in mix.kinds and count >= retrieval.LINES and rng.random() < 0.25
+            chosen = rng.permutation(count)[: retrieval.LINES] if several else [number]
+            names = [list(told)[i] for i in chosen]
+            lead, asked = retrieval.question_of(names)
+            question = lead + asked if rng.random() < 0.5 else asked
+            answer = " ".join(retrieval.followed(told, name) for name in names)
+            turn = [([*encode(question), *frame.ask], False), ([*encode(answer), frame.again[0]], True),
+                    (frame.again[1:], False)]  # fmt: skip
         else:
-            before, after = line.split(key)
+            key = list(told.values())[number].removeprefix(retrieval.LINK)
+            before, _, after = lines[number].rpartition(key)
             turn = [(encode(before), False), (encode(key), True), (encode(after + "\n"), False)]
         parts += turn
         size += sum(len(ids) for ids, _ in turn)
@@ -238,9 +262,9 @@ def row(
     while room:
         size = room if rng.random() < 0.5 else int(rng.integers(min(room, 64), room + 1))
         made, share = None, rng.random()
-        if share < mix.copies:
-            made = drill(tokenizer, size, rng)
-        elif share < mix.copies + mix.recall:
+        if share < mix.pairs:
+            made = pairs(tokenizer, mix, size, rng)
+        elif share < mix.pairs + mix.recall:
             made = recall(tokenizer, frame, mix, size, rng)
         elif share < 1 - mix.text:
             distractors = int(rng.integers(most_distractors(mix, size) + 1))
@@ -250,7 +274,7 @@ def row(
             made = document(task, turns, text, frame, tokenizer, size, mix.answer_weight, rng)
         if made is None:
             made = _plain(excerpt(text, size, rng))
-        if share >= mix.copies and rng.random() < mix.stretched:
+        if rng.random() < mix.stretched:
             made = stretched(made, newline, int(size * (mix.positions / size) ** rng.random()), rng)
         documents.append(made)
         room -= size

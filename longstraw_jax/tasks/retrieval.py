@@ -5,7 +5,7 @@ line, all values differ, and the answer is the value of no distractor. A questio
 what the answer hangs on stands next to it, which a small model needs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 KINDS = ("needle", "needles", "chain", "sum")
 LINES = 3  # of evidence, in the kinds that have several
 MOST_DISTRACTORS = 500
+LINK = "that of "  # before the name whose key is meant
 ALONE = "Answer with the number alone. "  # before a question for one number
 
 _FIRST = (
@@ -50,9 +51,19 @@ def line(name: str, key: int | str) -> str:
     return f"The pass key of {name} is {key}."
 
 
-def question_of(name: str) -> str:
-    """What asks for one name's key; a task puts ALONE before it."""
-    return f"What is the pass key of {name}?"
+def question_of(names: Sequence[str]) -> tuple[str, str]:
+    """How the answer is wanted, and what asks for the keys of one name or of several: together a task's question."""
+    if len(names) == 1:
+        return ALONE, f"What is the pass key of {names[0]}?"
+    listed = f"{', '.join(names[:-1])} and {names[-1]}"
+    return "Answer with the numbers alone, in this order. ", f"What are the pass keys of {listed}?"
+
+
+def followed(told: Mapping[str, str], name: str) -> str:
+    """The number that the lines, as keys by name, give for a name in the end."""
+    while (key := told[name]).startswith(LINK):
+        name = key.removeprefix(LINK)
+    return key
 
 
 def name_and_key(line: str) -> tuple[str, str]:
@@ -92,19 +103,15 @@ def make(kind: str, seed: int, *, distractors: int = 8, digits: int = 4) -> Task
     names = _names(draw, asked, distractors)
     values = _values(draw, asked + distractors, digits)
     told = {name: line(name, value) for name, value in zip(names, values, strict=True)}
-    answer = str(values[0])
+    answer, question = str(values[0]), "".join(question_of(names[: LINES if kind == "needles" else 1]))
     if kind == "needles":
         answer = " ".join(map(str, values[:LINES]))
-        listed = f"{', '.join(names[: LINES - 1])} and {names[LINES - 1]}"
-        question = f"Answer with the numbers alone, in this order. What are the pass keys of {listed}?"
-    else:
-        question = ALONE + question_of(names[0])
     if kind == "chain":
         answer = str(values[asked - 1])
         links = list(zip(names[: asked - 1], names[1:asked], strict=True))
         others = names[asked:]
         links += list(zip(others[0::2], others[1::2], strict=False))  # each to a name that has a number
-        told |= {name: line(name, f"that of {other}") for name, other in links}
+        told |= {name: line(name, LINK + other) for name, other in links}
     if kind == "sum":
         addend = next(a for a in iter(lambda: 10 + draw(90), None) if values[0] + a not in values)
         answer = str(values[0] + addend)

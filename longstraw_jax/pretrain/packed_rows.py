@@ -157,7 +157,7 @@ def document(
 
 def _document(parts: list[Part], answer_weight: float) -> Document:
     ids = np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts])
-    answer = np.concatenate([np.full(len(ids), is_answer) for ids, is_answer in parts])
+    answer = np.repeat([is_answer for _, is_answer in parts], [len(ids) for ids, _ in parts])
     weight = np.where(answer, answer_weight, 1.0).astype(np.float32)
     return Document(ids, answer, weight, np.arange(ids.size, dtype=np.int32))
 
@@ -184,9 +184,8 @@ def pairs(tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator)
     while size < length:
         number = len(parts) // 4
         key, value = drawn[number if number < count else rng.integers(count)]
-        turn = [(key, False), (between, False), (value, number >= count), (newline, False)]
-        parts += turn
-        size += sum(len(ids) for ids, _ in turn)
+        parts += [(key, False), (between, False), (value, number >= count), (newline, False)]
+        size += key.size + between.size + value.size + newline.size
         first = size if number < count else first
     whole = _document(parts, mix.answer_weight)
     whole.weight[:first] = 0.0

@@ -92,7 +92,7 @@ def test_recall_asks_only_for_what_was_said(byte_tokenizer, frame):
     said = r"The pass key of (\w+ \w+) is (that of )?([\w ]+)\.\n"
     turn = re.compile(said + r"|of ([\w ,]+)\?<\|assistant\|>([\d ]+<\|user\|>)")
     forms = set()
-    for seed in range(16):
+    for seed in range(40):
         made = packed_rows.recall(byte_tokenizer, frame, MIX, 900, np.random.default_rng(seed))
         written, told, follows = byte_tokenizer.decode(made.ids), {}, ""
         for name, link, key, asked, answer in turn.findall(written):

@@ -1,4 +1,4 @@
-"""A much smaller reader, of a needle and a look-alike in 192 tokens, for some minutes of one CPU core."""
+"""A much smaller reader, of a needle and a look-alike in 256 tokens, for ten minutes of one CPU core."""
 
 import importlib.util
 import pathlib
@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
         v_head_dim=16,
         index_n_heads=4,
         index_head_dim=32,
-        index_topk=24,
+        index_topk=32,
         index_topk_pattern="FFFS",
         mlp_layer_types=["dense"] + ["sparse"] * 3,
         intermediate_size=96,
@@ -38,15 +38,15 @@ def get_config() -> ConfigDict:
     config.mix.update(kinds=("needle",), digits=3, distractors=1, lines=3, turns=2, positions=4096)
     config.order = ("recall", "short", "warmup", "sparse")
     for name, steps, shares in (
-        ("recall", 1300, dict(text=0.0, pairs=0.5, recall=0.5)),
-        ("short", 1000, dict(text=0.1, pairs=0.1, recall=0.3)),
-        ("warmup", 150, dict(text=0.1, pairs=0.1, recall=0.3)),
-        ("sparse", 400, dict(text=0.1, pairs=0.1, recall=0.3)),
+        ("recall", 1700, dict(text=0.0, pairs=0.5, recall=0.5)),
+        ("short", 800, dict(text=0.1, pairs=0.1, recall=0.3)),
+        ("warmup", 120, dict(text=0.1, pairs=0.1, recall=0.3)),
+        ("sparse", 350, dict(text=0.1, pairs=0.1, recall=0.3)),
     ):
-        config.stages[name].update(tokens=192, rows=8, steps=steps, seconds=0.0, remat=False, **shares)
-    config.stages.sparse.selected = 24
+        config.stages[name].update(tokens=256, rows=6, steps=steps, seconds=0.0, remat=False, **shares)
+    config.stages.sparse.selected = 32
     config.optimizer.update(learning_rate=1e-2, bias_rate=3e-3)
-    config.evaluation.update(tokens=(192,), questions=128, batch_tokens=6144)
+    config.evaluation.update(tokens=(256,), questions=128, batch_tokens=6144)
     config.report_every = 25
     config.goals.needle = 0.25  # a number at random is right once in 900 times
     return config

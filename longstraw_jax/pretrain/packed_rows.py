@@ -20,7 +20,7 @@ from longstraw_jax.tasks.retrieval import Task
 
 LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"  # of drawn pairs
 TOKENS_OF_A_LINE = 64  # of a recall document at least, so that there is room to come back to it
-LONGEST_BETWEEN = 12  # letters between a drawn key and its value
+LONGEST_BETWEEN = 20  # letters between a drawn key and its value
 ROUNDING = 1e-9  # of shares that add up to 1
 _FIRST, _SECOND = "\ue000first\ue001", "\ue000second\ue001"  # stand for messages while the template renders
 
@@ -196,17 +196,19 @@ def recall(tokenizer: Tokenizer, frame: Frame, mix: Mix, length: int, rng: np.ra
     """Lines of a task without a word between, then over and over one of them, said again or asked for.
 
     Which number belongs to which name is all that there is to learn: one token in 15 tells it, where in a task among
-    text one in hundreds does. Half of the names share a word with another's; where mix.kinds has them, a quarter of
-    the documents have the lines of a `chain` and a quarter of the questions ask for several names. What follows from a
-    line before weighs as an answer. Half of the turns ask, in the chat's form. The last turn is cut at `length`.
+    text one in hundreds does. In half of the documents no two of the first three names share a word, which is easier,
+    in the others half of them do. Where mix.kinds has them, a quarter of the documents have the lines of a `chain` and
+    a quarter of the questions ask for several names. What follows from a line before weighs as an answer. Half of the
+    turns ask, in the chat's form. The last turn is cut at `length`.
     """
     most, encode = max(2, min(mix.lines, length // TOKENS_OF_A_LINE)), tokenizer.encode
-    kind, least = "needle", 1
+    kind, least = ("needles", 2) if rng.random() < 0.5 else ("needle", 2)
     if "chain" in mix.kinds and most >= retrieval.LINES and rng.random() < 0.25:
         kind, least = "chain", retrieval.LINES
-    count = int(rng.integers(max(2, least), most + 1))
-    task = retrieval.make(kind, int(rng.integers(2**63)), distractors=count - least, digits=mix.digits)
-    lines = [*task.evidence, *task.distractors]
+    count = int(rng.integers(least, most + 1))
+    others = max(0, count - (1 if kind == "needle" else retrieval.LINES))
+    task = retrieval.make(kind, int(rng.integers(2**63)), distractors=others, digits=mix.digits)
+    lines = [*task.evidence, *task.distractors][:count]
     told = dict(retrieval.name_and_key(line) for line in lines)
     parts: list[Part] = [(frame.head, False)]
     parts += [(encode(lines[i] + "\n"), False) for i in rng.permutation(count)]
@@ -264,7 +266,8 @@ def row(
         if share < mix.pairs:
             made = pairs(tokenizer, mix, size, rng)
         elif share < mix.pairs + mix.recall:
-            made = recall(tokenizer, frame, mix, size, rng)
+            short = size < 2 * TOKENS_OF_A_LINE
+            made = pairs(tokenizer, mix, size, rng) if short else recall(tokenizer, frame, mix, size, rng)
         elif share < 1 - mix.text:
             distractors = int(rng.integers(most_distractors(mix, size) + 1))
             kind = str(rng.choice(mix.kinds))

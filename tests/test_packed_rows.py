@@ -178,17 +178,19 @@ def test_a_template_that_ends_no_answer_is_refused(byte_tokenizer):
 
 
 def test_pairs_are_said_again(byte_tokenizer):
-    """Lines of a key, what all lines share and a value, which the key tells and which weighs when said again."""
-    between = set()
+    """Each line has a value that was said of its key before, whatever stands around them, or has no weight."""
+    around = set()
     for seed in range(8):
         made = packed_rows.pairs(byte_tokenizer, MIX, 400, np.random.default_rng(seed))
-        lines = byte_tokenizer.decode(made.ids).split("\n")[:-1]
-        assert 2 <= len(distinct := dict.fromkeys(lines)) <= MIX.lines and list(distinct) == lines[: len(distinct)]
-        stems = [line.rstrip("0123456789") for line in distinct]
-        between.add(min(map(len, stems)) - 2)
-        said = sum(len(line) + 1 for line in distinct)
-        assert (made.weight[:said] == 0).all() and not made.answer[:said].any() and made.ids.size == 400
-        digits = np.array([character.isdigit() for character in byte_tokenizer.decode(made.ids)])
+        written = byte_tokenizer.decode(made.ids)
+        lines = written.split("\n")[:-1]
+        count = next(n for n in range(2, 6) if made.weight[sum(len(line) + 1 for line in lines[:n])])
+        said = sum(len(line) + 1 for line in lines[:count])
+        assert count <= MIX.lines and (made.weight[:said] == 0).all() and not made.answer[:said].any()
+        values = [line[len(line.rstrip("0123456789")) :] for line in lines]
+        assert set(values) == set(values[:count]) and made.ids.size == 400
+        around |= {len(line) for line in lines}
+        digits = np.array([character.isdigit() for character in written])
         np.testing.assert_array_equal(made.answer[said:], digits[said:])
         np.testing.assert_array_equal(made.weight[said:], np.where(digits[said:], MIX.answer_weight, 1.0))
-    assert len(between) > 2
+    assert min(around) < 12 and max(around) > 25

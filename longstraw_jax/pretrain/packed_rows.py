@@ -18,9 +18,9 @@ from longstraw_jax.pretrain.step import Batch
 from longstraw_jax.tasks import retrieval
 from longstraw_jax.tasks.retrieval import Task
 
-LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"  # of drawn pairs
+LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz ", "0123456789"  # of drawn pairs
 TOKENS_OF_A_LINE = 64  # of a recall document at least, so that there is room to come back to it
-LONGEST_BETWEEN = 20  # letters between a drawn key and its value
+LONGEST_AROUND = 20  # letters before a drawn key, and between it and its value
 ROUNDING = 1e-9  # of shares that add up to 1
 _FIRST, _SECOND = "\ue000first\ue001", "\ue000second\ue001"  # stand for messages while the template renders
 
@@ -168,25 +168,28 @@ def most_distractors(mix: Mix, room: int) -> int:
 
 
 def pairs(tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator) -> Document:
-    """Lines of a drawn key, letters that are the same in each, and a drawn value, said over and over in any order.
+    """Lines of a drawn key and a drawn value, within letters that are the same in each, said over and over.
 
-    The key tells the value over the letters between, of which there are 0 to LONGEST_BETWEEN, few more often than many:
-    a slope from copying what followed the last letter to reading the number of a name some way before, which small
-    models do not find on `recall` alone. Values weigh as answers; what is said for the first time, which nothing tells,
-    has no weight.
+    The letters before the key and between it and its value are 0 to LONGEST_AROUND, few more often than many: a slope
+    from copying what followed the last letter to reading the number of a name in a sentence, which small models do not
+    find on `recall` alone. Half of the documents have two such forms, drawn for each line, as a name is once told of
+    and once asked for. Values weigh as answers; lines that no earlier one tells have no weight.
     """
     letters, digits, newline = (np.asarray(tokenizer.encode(text), np.int32) for text in (LETTERS, DIGITS, "\n"))
-    count, between = int(rng.integers(2, mix.lines + 1)), rng.choice(letters, int(LONGEST_BETWEEN * rng.random() ** 2))
-    drawn = [(rng.choice(letters, rng.integers(2, 7)), rng.choice(digits, rng.integers(1, mix.digits + 1)))
+    count, forms = int(rng.integers(2, mix.lines + 1)), int(rng.integers(1, 3))
+    around = [rng.choice(letters, int((LONGEST_AROUND + 1) * rng.random() ** 2)) for _ in range(2 * forms)]
+    drawn = [(rng.choice(letters, rng.integers(2, 9)), rng.choice(digits, rng.integers(1, mix.digits + 1)))
              for _ in range(count)]  # fmt: skip
     parts: list[Part] = []
-    first = size = 0
+    said = first = size = 0
     while size < length:
-        number = len(parts) // 4
-        key, value = drawn[number if number < count else rng.integers(count)]
-        parts += [(key, False), (between, False), (value, number >= count), (newline, False)]
-        size += key.size + between.size + value.size + newline.size
-        first = size if number < count else first
+        key, value = drawn[said if said < count else rng.integers(count)]
+        form = 2 * int(rng.integers(forms))
+        parts += [(around[form], False), (key, False), (around[form + 1], False), (value, said >= count),
+                  (newline, False)]  # fmt: skip
+        said += 1
+        size = size + sum(len(ids) for ids, _ in parts[-5:])
+        first = size if said <= count else first
     whole = _document(parts, mix.answer_weight)
     whole.weight[:first] = 0.0
     return Document(*(field[:length] for field in whole))

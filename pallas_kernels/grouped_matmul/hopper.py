@@ -1,5 +1,7 @@
 """Grouped matrix product on Hopper: one persistent Mosaic GPU kernel, tiles that begin where their group begins."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -74,6 +76,8 @@ def _store(value, tile_smem, rows_smem, out, first, column, begin, end):
             row, size = row + (count & size), size // 2
 
 
+# Lowered once for all calls of a program.
+@functools.partial(jax.jit, static_argnames=("transposed", "out_dtype", "interpret"))
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "S K N"] | Float[Array, "S N K"],

@@ -1,5 +1,7 @@
 """Sums over each group's rows of outer products, on Hopper: the gradient of a group's matrix."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,8 @@ from pallas_kernels.grouped_matmul.hopper import ALIGN, CONSUMERS, PROGRAMS, ROW
 SMEM = 196608  # bytes of pipeline stages
 
 
+# Lowered once for all calls of a program.
+@functools.partial(jax.jit, static_argnames=("kept", "out_dtype", "interpret"))
 def transposed_grouped_matmul(
     x: Float[Array, "M P"],
     y: Float[Array, "M Q"],

@@ -1,5 +1,7 @@
 """Exact index top-k on Hopper: blocks of queries are scored into a bounded workspace and selected from it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +22,8 @@ def pages_per_program(pages: int, blocks: int) -> int:
     return min(pl.cdiv(pages * blocks, PROGRAMS * unit) * unit, 128)
 
 
+# Lowered once for all calls of a program.
+@functools.partial(jax.jit, static_argnames=("k", "interpret"))
 def index_topk(
     q: Float[Array, "T I H"],
     w: Float[Array, "T I"],

@@ -205,6 +205,8 @@ def _call(q, rows, ids, lse, dout, shift, total, rows_gradient, scale):
     return kernel(q, rows, ids, lse, dout, shift, *totals)
 
 
+# Lowered once for all calls of a program.
+@functools.partial(jax.jit, static_argnames=("scale", "deterministic"))
 def backward(
     q: Float[Array, "T N 576"],
     rows: Float[Array, "S 576"],

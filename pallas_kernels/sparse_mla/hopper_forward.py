@@ -150,6 +150,8 @@ def _kernel(q_ref, rows_ref, ids_ref, out_ref, lse_ref, *scratch, scale, early):
             finish(side, *jax.lax.fori_loop(0, pairs, pair_step, start()))
 
 
+# Lowered once for all calls of a program.
+@functools.partial(jax.jit, static_argnames=("scale",))
 def forward(
     q: Float[Array, "T N 576"],
     rows: Float[Array, "S 576"],

@@ -168,18 +168,23 @@ def most_distractors(mix: Mix, room: int) -> int:
 
 
 def pairs(tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator) -> Document:
-    """Lines of a drawn key and a drawn value, within letters that are the same in each, said over and over.
+    """Lines of a key and a drawn value, within letters that are the same in each, said over and over.
 
     The letters before the key and between it and its value are 0 to LONGEST_AROUND, few more often than many: a slope
     from copying what followed the last letter to reading the number of a name in a sentence, which small models do not
-    find on `recall` alone. Half of the documents have two such forms, drawn for each line, as a name is once told of
-    and once asked for. Values weigh as answers; lines that no earlier one tells have no weight.
+    find on `recall` alone. Keys are drawn letters in half of the documents and a task's names in the others. Half have
+    two such forms, drawn for each line, as a name is once told of and once asked for. Values weigh as answers; lines
+    that no earlier one tells have no weight.
     """
     letters, digits, newline = (np.asarray(tokenizer.encode(text), np.int32) for text in (LETTERS, DIGITS, "\n"))
     count, forms = int(rng.integers(2, mix.lines + 1)), int(rng.integers(1, 3))
-    around = [rng.choice(letters, int((LONGEST_AROUND + 1) * rng.random() ** 2)) for _ in range(2 * forms)]
-    drawn = [(rng.choice(letters, rng.integers(2, 9)), rng.choice(digits, rng.integers(1, mix.digits + 1)))
-             for _ in range(count)]  # fmt: skip
+    around = [rng.choice(letters, int((LONGEST_AROUND + 1) * rng.random() ** 3)) for _ in range(2 * forms)]
+    if rng.random() < 0.5:
+        keys = [rng.choice(letters, rng.integers(2, 9)) for _ in range(count)]
+    else:
+        lines, _ = _lines("needles" if rng.random() < 0.5 else "needle", count, mix, rng)
+        keys = [np.asarray(tokenizer.encode(retrieval.name_and_key(line)[0]), np.int32) for line in lines]
+    drawn = [(key, rng.choice(digits, rng.integers(1, mix.digits + 1))) for key in keys]
     parts: list[Part] = []
     said = first = size = 0
     while size < length:
@@ -193,6 +198,14 @@ def pairs(tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator)
     whole = _document(parts, mix.answer_weight)
     whole.weight[:first] = 0.0
     return Document(*(field[:length] for field in whole))
+
+
+def _lines(kind: str, count: int, mix: Mix, rng: np.random.Generator) -> tuple[list[str], dict[str, str]]:
+    """So many lines of a task, and their keys by name."""
+    others = max(0, count - (1 if kind == "needle" else retrieval.LINES))
+    task = retrieval.make(kind, int(rng.integers(2**63)), distractors=others, digits=mix.digits)
+    lines = [*task.evidence, *task.distractors][:count]
+    return lines, dict(retrieval.name_and_key(line) for line in lines)
 
 
 def recall(tokenizer: Tokenizer, frame: Frame, mix: Mix, length: int, rng: np.random.Generator) -> Document:
@@ -209,10 +222,7 @@ def recall(tokenizer: Tokenizer, frame: Frame, mix: Mix, length: int, rng: np.ra
     if "chain" in mix.kinds and most >= retrieval.LINES and rng.random() < 0.25:
         kind, least = "chain", retrieval.LINES
     count = int(rng.integers(least, most + 1))
-    others = max(0, count - (1 if kind == "needle" else retrieval.LINES))
-    task = retrieval.make(kind, int(rng.integers(2**63)), distractors=others, digits=mix.digits)
-    lines = [*task.evidence, *task.distractors][:count]
-    told = dict(retrieval.name_and_key(line) for line in lines)
+    lines, told = _lines(kind, count, mix, rng)
     parts: list[Part] = [(frame.head, False)]
     parts += [(encode(lines[i] + "\n"), False) for i in rng.permutation(count)]
     size = sum(len(ids) for ids, _ in parts)

@@ -22,7 +22,10 @@ from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.tasks import retrieval
 from longstraw_jax.tasks import rows as rows_lib
 
-PARAMETERS = ("tokens", "kinds", "positions", "distractors", "digits", "seeds", "first_seed", "text", "reasoning")
+PARAMETERS = (
+    "tokens", "kinds", "positions", "distractors", "digits", "seeds", "first_seed", "native_window", "text",
+    "reasoning",
+)  # fmt: skip
 
 
 def reader_of(checkpoint: str, window: int) -> rows_lib.Reader:

@@ -31,7 +31,7 @@ import train_grpo
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from longstraw_jax import fingerprint, sampling, stopping, train
+from longstraw_jax import fingerprint, rollout, sampling, stopping, train
 from longstraw_jax.command import fail, parse_flags
 from longstraw_jax.evidence import attended, position_eval, receipt
 from longstraw_jax.io import adapter, checkpoint, data
@@ -76,8 +76,9 @@ def freeze_prompts(path: pathlib.Path, checkpoint_dir: str, values: Any) -> None
         )
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made).encode("utf-8")
     record = {"rows": len(made), "sha256": hashlib.sha256(text).hexdigest(), "parameters": given}
-    write_whole(path, text)
+    # The prompts last: what a kill leaves without them is written again.
     write_whole(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode("utf-8"))
+    write_whole(path, text)
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:
@@ -95,15 +96,21 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
 def check_prompts(path: pathlib.Path, dataset: data.Dataset, build: Callable[[Any], np.ndarray], values: Any) -> None:
     """Raises ValueError where the file or a prompt's ids are not those that were frozen, or not those asked for."""
     beside = path.with_suffix(".json")
+    asked = PARAMETERS if values.tokens else ("control_tokens",) if values.control_tokens else ()
     if beside.is_file():
         record, found = read_record(beside), dataset.files[str(path)]
         if record["sha256"] != found:
             raise ValueError(f"prompts={str(path)!r}: sha256 is {found}; accepted: {record['sha256']}, of {beside}")
-        # Rows of build_tasks.py have parameters that are no flags here, and lack some that are.
-        asked = [name for name in PARAMETERS if name in record["parameters"]] if values.tokens else []
-        for name in asked:
-            if getattr(values, name) != (was := record["parameters"][name]):
-                raise ValueError(f"{name}={getattr(values, name)}; accepted: {was} of {path}, or another file")
+        # Rows of build_tasks.py have parameters that are no flags here, and no control.
+        was = {"control_tokens": 0} | record["parameters"]
+        for name in [name for name in asked if name in was]:
+            if getattr(values, name) != was[name]:
+                raise ValueError(f"{name}={getattr(values, name)}; accepted: {was[name]} of {path}, or another file")
+    elif asked:
+        raise ValueError(
+            f"{asked[0]}={getattr(values, asked[0])} with {path}, whose record {beside.name} is not there; accepted: "
+            "no --tokens and --control_tokens, to take its rows as they are"
+        )
     for row in dataset.rows:
         wanted = (row["columns"].get("extra_info") or {}).get("prompt_sha256")
         if wanted is not None and (found := rows_lib.ids_sha256(build(row["prompt"]))) != wanted:
@@ -165,7 +172,7 @@ def decoder_of(
     used = None if job.policy.mode == "frozen" else adapters
     words = np.asarray(freshness.weights_fingerprint(words, used))
 
-    def decode(ids: np.ndarray, number: int) -> tuple[list[list[int]], list[bool]]:
+    def decode(ids: np.ndarray, number: int) -> tuple[list[list[int]], list[int]]:
         started = time.perf_counter()
         prefix = capture.capture(
             job.model, job.base, used, ids[:-1],
@@ -181,11 +188,12 @@ def decoder_of(
             slots=job.policy.slots, stop_ids=job.policy.stop.ids if job.policy.stop else (),
         )  # fmt: skip
         samples = stopping.cut(jax.tree.map(np.asarray, samples), job.policy.stop)
-        tokens, lengths, truncated = samples.tokens, samples.lengths, samples.truncated
         selected.add(samples, ids.size)
         spent["capture"] += captured - started
         spent["sample"] += time.perf_counter() - captured
-        return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)], (~truncated).tolist()
+        responses, stop = rollout.responses_of(samples), job.policy.stop
+        ended = zip(responses, samples.truncated, strict=True)
+        return responses, [0 if cut_off else stopping.ending(ids, stop) for ids, cut_off in ended]
 
     return decode
 
@@ -210,13 +218,15 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
     out, prompts = pathlib.Path(values.out), pathlib.Path(values.prompts)
     if out.suffix != ".json":
         raise ValueError(f"out={values.out!r}; accepted: a file name that ends in .json")
-    if out.resolve() == (record := prompts.with_suffix(".json")).resolve():
-        raise ValueError(f"out={values.out!r}; accepted: another name than the prompts' record {str(record)!r}")
+    partial, record = out.with_suffix(".partial.jsonl"), prompts.with_suffix(".json")
+    for written, theirs in ((out, record), (partial, prompts)):
+        if written.resolve() == theirs.resolve():
+            raise ValueError(f"out={values.out!r}; accepted: another name, as {str(theirs)!r} is the prompts'")
     if not prompts.exists():
         if not values.tokens:
             raise ValueError(f"prompts={values.prompts!r} does not exist; accepted: a file, or --tokens=N to write it")
         freeze_prompts(prompts, config.model.checkpoint, values)
-    config = ConfigDict(config)
+    config = config.copy_and_resolve_references()  # ConfigDict(config) would share its sections
     config.data.paths, config.reward.functions = (str(prompts),), tuple(values.scores)
     config.reward.weights = (1.0,) * len(values.scores)
     # Every row must have an answer, whatever the scores compare with: the receipt shows it.
@@ -237,7 +247,6 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
         "seed": values.seed,
         "mode": job.policy.mode,
     }
-    partial = out.with_suffix(".partial.jsonl")
     done = position_eval.resume(
         partial, fingerprint.sha256_json([job.dataset.files, job.base_sha, adapter_words, decode, resolved])
     )

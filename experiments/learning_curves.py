@@ -128,7 +128,7 @@ def judge(job: train_grpo.Job, adapters: Params, out: pathlib.Path, between: Cal
     """1 for each prompt that is answered right, greedily, else 0; `out` keeps the answers as they come."""
     decode = argparse.Namespace(samples=1, temperature=0.0, top_p=1.0, seed=0)
     what = [job.dataset.files, job.base_sha, fingerprint.tree_fingerprint(adapters), job.policy.mode, vars(decode)]
-    done = position_eval.resume(out, fingerprint.sha256_json([*what, job.policy.max_new_tokens]))
+    done = position_eval.resume(out, fingerprint.sha256_json([*what, job.policy.max_new_tokens, *job.config.grpo.stop]))
 
     def progress(result):
         position_eval.keep(out, result)

@@ -77,6 +77,16 @@ def cut(samples: Samples, stop: StopSequences | None) -> Samples:
     )
 
 
+def ending(ids: Sequence[int], stop: StopSequences | None) -> int:
+    """How many tokens at the end of a response that is not truncated ended it: those of its stop string, or the eos."""
+    text = stop.decode(ids) if stop else ""
+    begins = [text.find(wanted) for wanted in stop.texts if wanted in text] if stop else []
+    if not begins:
+        return 1
+    before = bisect.bisect_right(range(len(ids) + 1), min(begins), key=lambda count: len(stop.decode(ids[:count]))) - 1
+    return len(ids) - before
+
+
 def _first_end(ids: list[int], stop: StopSequences) -> int | None:
     """How many tokens it takes until the text holds a stop string; None where it never does."""
 

@@ -47,9 +47,9 @@ def test_bytes_that_match_between_ids_are_no_echo():
 
 
 def test_flags_and_shares_count():
-    stopped = decode_audit.audit(PROMPT, [9, 2], stopped=True, text="9")
-    cut = decode_audit.audit(PROMPT, [5] * 8, stopped=False, text="\ufffd" * 8)
-    silent = decode_audit.audit(PROMPT, [2], stopped=True, text=" ")
+    stopped = decode_audit.audit(PROMPT, [9, 2], ending=1, text="9")
+    cut = decode_audit.audit(PROMPT, [5] * 8, ending=0, text="\ufffd" * 8)
+    silent = decode_audit.audit(PROMPT, [2], ending=1, text=" ")
     assert [name for name, on in stopped.items() if on] == ["stopped"]
     assert [name for name, on in cut.items() if on] == ["hit_cap", "degenerate", "replacement"]
     assert [name for name, on in silent.items() if on] == ["stopped", "empty"]
@@ -58,5 +58,6 @@ def test_flags_and_shares_count():
     assert decode_audit.shares([])["shares"]["echo"] is None
 
 
-def test_the_eos_is_not_part_of_a_loop():
-    assert decode_audit.audit(PROMPT, [5] * 8 + [2], stopped=True, text="x")["degenerate"]
+@pytest.mark.parametrize("ending", [[2], [7, 8, 9]])
+def test_what_ended_a_response_is_not_part_of_a_loop(ending):
+    assert decode_audit.audit(PROMPT, [5] * 8 + ending, ending=len(ending), text="x")["degenerate"]

@@ -35,7 +35,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(folder):
-    return eval_positions.run(tiny_jobs.config(**CHANGES), values(folder, attended_bins=20))
+    config = tiny_jobs.config(**CHANGES)
+    before = config.to_json()
+    made = eval_positions.run(config, values(folder, attended_bins=20))
+    assert config.to_json() == before  # the caller's
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +110,13 @@ def test_what_makes_no_sense_is_refused(base, folder, changes, said):
 
 
 def edited(folder, tmp_path, change):
-    """The frozen prompts with every row changed, without the record of their hash."""
+    """Flags that take the frozen prompts with every row changed, without the record of their hash."""
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     for row in rows:
         change(row)
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return values(tmp_path, prompts=str(path))
+    return values(tmp_path, prompts=str(path), tokens=[], control_tokens=0)
 
 
 def test_a_file_without_answers_is_named_with_its_line(base, folder, tmp_path):
@@ -134,9 +138,10 @@ def test_a_prompt_that_changed_is_refused(base, folder, tmp_path):
         eval_positions.run(tiny_jobs.config(**CHANGES), given)
 
 
-def test_the_receipt_does_not_go_over_the_record_of_the_prompts(tmp_path):
-    with pytest.raises(ValueError, match="out='.*prompts.json'; accepted: another name than the prompts' record"):
-        eval_positions.run(tiny_jobs.config(**CHANGES), values(tmp_path, "prompts"))
+@pytest.mark.parametrize("prompts, theirs", [("q.jsonl", "q.json"), ("q.partial.jsonl", "q.partial.jsonl")])
+def test_nothing_is_written_over_the_prompts_or_their_record(tmp_path, prompts, theirs):
+    with pytest.raises(ValueError, match=f"out='.*q.json'; accepted: another name, as '.*{theirs}' is the prompts'"):
+        eval_positions.run(tiny_jobs.config(**CHANGES), values(tmp_path, "q", prompts=str(tmp_path / prompts)))
     assert not list(tmp_path.iterdir())
 
 
@@ -158,10 +163,20 @@ def built(tmp_path_factory):
 
 def test_rows_of_build_tasks_are_taken_and_their_parameters_compared(built, tmp_path):
     path, dataset, build = built
-    given = {"tokens": ["230"], "positions": ["early"]}
+    given = {"tokens": ["230"], "positions": ["early"], "control_tokens": 0}
     eval_positions.check_prompts(path, dataset, build, values(tmp_path, **given))
     with pytest.raises(ValueError, match="digits=5; accepted: 4 of .*rows.jsonl, or another file"):
         eval_positions.check_prompts(path, dataset, build, values(tmp_path, **given, digits=5))
+
+
+def test_what_rows_do_not_hold_is_not_asked_of_them(built, tmp_path):
+    path, dataset, build = built
+    for tokens in (["230"], []):
+        given = values(tmp_path, tokens=tokens, positions=["early"], control_tokens=200)
+        with pytest.raises(ValueError, match="control_tokens=200; accepted: 0 of .*rows.jsonl, or another file"):
+            eval_positions.check_prompts(path, dataset, build, given)
+        with pytest.raises(ValueError, match="tokens=.* with .*other.jsonl, whose record other.json is not there"):
+            eval_positions.check_prompts(path.with_name("other.jsonl"), dataset, build, given)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"sha256": "a"}', '{"sha256": "a", "parameters": []}', "{"])

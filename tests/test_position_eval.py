@@ -60,7 +60,7 @@ def results():
     def decode(ids, number):
         assert ids.size == (60 if number < 4 else 30)
         texts = SAID[number]
-        return [[EOS if c == "$" else ord(c) for c in text] for text in texts], [t.endswith("$") for t in texts]
+        return [[EOS if c == "$" else ord(c) for c in text] for text in texts], [int(t.endswith("$")) for t in texts]
 
     def score(row, responses, texts):
         columns = {name: [value] * 2 for name, value in row["columns"].items()}
@@ -123,7 +123,7 @@ def test_a_receipt_that_breaks_its_schema_is_not_written(results, tmp_path):
 def test_a_score_outside_of_0_to_1_ends_it_at_once():
     with pytest.raises(ValueError, match="score s is -1.0 for row 0; accepted: scores from 0 to 1"):
         position_eval.evaluate(
-            ROWS, lambda prompt: np.arange(9), lambda *_: ([[EOS]], [True]), lambda ids: "", lambda *_: {"s": [-1.0]}
+            ROWS, lambda prompt: np.arange(9), lambda *_: ([[EOS]], [1]), lambda ids: "", lambda *_: {"s": [-1.0]}
         )
 
 
@@ -142,7 +142,7 @@ def test_a_stopped_evaluation_goes_on_after_its_last_result(results, tmp_path):
 
     def decode(ids, number):
         decoded.append(number)
-        return [[EOS]], [True]
+        return [[EOS]], [1]
 
     rest = position_eval.evaluate(
         ROWS, lambda prompt: np.arange(9), decode, lambda ids: "", lambda *_: {"s": [0.0]}, done=done

@@ -57,6 +57,21 @@ def test_a_stop_string_that_a_token_swallows_is_seen_in_the_text(bpe_tokenizer):
 
 
 @pytest.mark.parametrize(
+    "text, stop, count",
+    [("ab</a>", ("x", "</a>"), 4), ("ab\n\n", ("\n", "\n\n"), 2), ("é7", ("7",), 1), ("ab", ("x",), 1), ("ab", (), 1)],
+)
+def test_the_tokens_that_ended_a_response_are_those_of_its_stop_string_or_the_eos(byte_tokenizer, text, stop, count):
+    stop = stopping.stop_sequences(stop, byte_tokenizer.encode, byte_tokenizer.decode, 8)
+    assert stopping.ending(byte_tokenizer.encode(text), stop) == count
+
+
+def test_a_token_that_begins_a_stop_string_is_of_the_ending(bpe_tokenizer):
+    stop = stopping.stop_sequences((" 7",), bpe_tokenizer.encode, bpe_tokenizer.decode, 4)
+    merged = bpe_tokenizer.encode("  ")  # one token
+    assert stopping.ending([65, *merged, *bpe_tokenizer.encode("7")], stop) == 2
+
+
+@pytest.mark.parametrize(
     "texts, message",
     [
         (("ok", ""), r"stop=\('ok', ''\); accepted: strings of at least one character"),

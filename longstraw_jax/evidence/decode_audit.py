@@ -13,23 +13,23 @@ REPLACEMENT = "\ufffd"
 FLAGS = ("stopped", "hit_cap", "degenerate", "echo", "replacement", "empty")
 
 
-def audit(prompt: Int[np.ndarray, "S"], response: Sequence[int], *, stopped: bool, text: str) -> dict[str, bool]:
+def audit(prompt: Int[np.ndarray, "S"], response: Sequence[int], *, ending: int, text: str) -> dict[str, bool]:
     """What is odd about one response; the flags do not exclude one another, but for the first two.
 
     Args:
       prompt: token ids.
       response: token ids, the eos or stop sequence included.
-      stopped: it ended with an eos or a stop sequence.
+      ending: how many of them ended it, see `stopping.ending`; 0 where it was cut off.
       text: as decoded without special tokens.
 
     Returns:
       FLAGS by name: stopped; hit_cap (no end within the budget); degenerate (`is_degenerate`); echo (`is_echo`);
       replacement (the text has U+FFFD: bytes that are no UTF-8); empty (no text but space).
     """
-    said = list(response[:-1] if stopped else response)
+    said = list(response[: len(response) - ending])
     return {
-        "stopped": stopped,
-        "hit_cap": not stopped,
+        "stopped": ending > 0,
+        "hit_cap": ending == 0,
         "degenerate": is_degenerate(said),
         "echo": is_echo(prompt, said),
         "replacement": REPLACEMENT in text,

@@ -26,8 +26,8 @@ SCHEMA_VERSION = 1
 CONTROL = "native control"  # the position of prompts that lie in the native window whole
 NO_POSITION = "none"
 
-# Ids of a prompt -> its responses' ids, and whether each ended with an eos.
-Decode = Callable[[Int[np.ndarray, "S"], int], tuple[list[list[int]], list[bool]]]
+# Ids of a prompt -> its responses' ids, and how many of them ended each: 0 where it was cut off.
+Decode = Callable[[Int[np.ndarray, "S"], int], tuple[list[list[int]], list[int]]]
 # (row, responses, texts) -> scores by function name, None where a function cannot score.
 Score = Callable[[Mapping[str, Any], list[list[int]], list[str]], dict[str, list[float | None]]]
 
@@ -47,7 +47,7 @@ def evaluate(
     Args:
       rows: of `data.Dataset`.
       build: a row's prompt -> token ids.
-      decode: (ids, number of the row) -> responses and which of them stopped.
+      decode: (ids, number of the row) -> responses, and how many tokens ended each, 0 where it was cut off.
       to_text: ids -> text without special tokens.
       done: results of the first rows, from `resume`; these are not decoded again.
       progress: called with each new result.
@@ -61,7 +61,7 @@ def evaluate(
     results = list(done)
     for number, row in enumerate(rows[len(results) :], start=len(results)):
         ids = build(row["prompt"])
-        responses, stopped = decode(ids, number)
+        responses, endings = decode(ids, number)
         texts = [to_text(response) for response in responses]
         scores = score(row, responses, texts)
         for name, values in scores.items():
@@ -80,9 +80,9 @@ def evaluate(
                     "text": text,
                     "tokens": len(response),
                     "scores": {name: values[member] for name, values in scores.items()},
-                    "audit": decode_audit.audit(ids, response, stopped=ended, text=text),
+                    "audit": decode_audit.audit(ids, response, ending=ending, text=text),
                 }
-                for member, (response, text, ended) in enumerate(zip(responses, texts, stopped, strict=True))
+                for member, (response, text, ending) in enumerate(zip(responses, texts, endings, strict=True))
             ],
         }
         results.append(result)

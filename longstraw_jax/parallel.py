@@ -192,11 +192,12 @@ def _check_rows(rows):
 
 def attend(
     q: Float[Array, "B T N W"],
-    pages: Float[Array, "pages 64 W"] | None,
+    pages: Float[Array, "*layers pages 64 W"] | None,
     tail: Float[Array, "B tail W"],
     ids: Int[Array, "B T K"],
     length: Int[Array, ""],
     *,
+    layer: Int[Array, ""] | None = None,
     scale: float,
     value_dim: int,
     strategy: str,
@@ -207,6 +208,10 @@ def attend(
 
     *merge-candidates*: each device attends to the selected rows it owns, partial results merge by log-sum-exp. The
     pages are constants to autodiff (`attend_collecting` gives their gradient).
+
+    Args:
+      layer: for merge-candidates, which layer's pages these are of those of several, read where they lie: for a
+        kernel, a layer that a scan slices out of its pool would be copied. None for one layer's pages.
     """
     opts = dict(scale=scale, value_dim=value_dim, implementation=implementation)
     if pages is not None:
@@ -217,7 +222,10 @@ def attend(
             return sparse_mla(q[0], rows, ids[0], **opts)[0][None].astype(q.dtype)
 
     def read(q, ids):
-        return *sparse_mla(q, pages, ids, rows_gradient=False, **opts), None
+        rows = pages.reshape(-1, *pages.shape[-2:])
+        if layer is not None:
+            ids = jnp.where(ids < 0, -1, ids + layer * (pages.shape[-3] * PAGE))
+        return *sparse_mla(q, rows, ids, rows_gradient=False, **opts), None
 
     return _attend(read if pages is not None else None, q, tail, ids, length, axis, opts)[0]
 

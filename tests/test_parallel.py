@@ -161,7 +161,10 @@ def test_f7_attention_over_pages_and_tail(devices, strategy):
 
     @on_mesh(devices, (row, CTX, row, row, WHOLE), row)
     def run(axis, q, pool, tail, ids, length):
-        return parallel.attend(q, pool, parallel.gather(tail, axis, 1), ids, length, axis=axis, **opts)
+        layer = None
+        if strategy == "merge_candidates":  # in a pool of several layers, read where it lies
+            pool, layer = jnp.stack([pool + 1, pool, pool - 1]), jnp.int32(1)
+        return parallel.attend(q, pool, parallel.gather(tail, axis, 1), ids, length, layer=layer, axis=axis, **opts)
 
     @on_mesh(devices, (row, CTX, sunk, row, row, WHOLE), (row, sunk))
     def collecting(axis, q, pool, sink, tail, ids, length):

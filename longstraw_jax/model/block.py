@@ -101,7 +101,7 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         selection: Int[Array, "B T K"] | None,
-        pages: tuple[Array | None, Array | None],
+        pages: tuple[Array | None, Array | None, Array | None],
         caches: tuple[Array | None, Array | None],
         run: Pass,
         pairs: dict[str, Pair],
@@ -113,7 +113,8 @@ class Block(nnx.Module):
 
         Args:
           selection: ids from the full layer below; a full layer makes its own where none are given.
-          pages: this device's (latents, index keys) of the prompt, None for no prompt or a shared layer's keys.
+          pages: this device's (latents, index keys) of the prompt, None for no prompt or a shared layer's keys; and the
+            layer's number where the latents are those of several, as in parallel.attend.
           caches: tails (latents, index keys) of a decode, else None.
           layer: number of this layer in the stacks of experts, which alone keep their layer axis.
           sink: (sink, place) as in parallel.attend_collecting, None where pages are constants.
@@ -156,7 +157,7 @@ class Block(nnx.Module):
                 strategy=run.strategy, axis=run.axis, implementation=run.kernels,
             )  # fmt: skip
             if sink is None:
-                out = parallel.attend(q, pages[0], tail, selection, run.length, **opts)
+                out = parallel.attend(q, pages[0], tail, selection, run.length, layer=pages[2], **opts)
             else:
                 out, collected = parallel.attend_collecting(
                     q, pages[0], *sink, tail, selection, run.length, **opts

@@ -131,25 +131,32 @@ class Decoder(nnx.Module):
             graphdefs, experts, states = zip(*split, strict=True)
             segment_adapters = (adapters or {}).get("segments", {}).get(str(s), {})
 
-            pools = None
+            looked_into = sinks is None and run.strategy == "merge_candidates" and run.attention == "absorbed"
+            scanned, in_place, pools = None if pages is None else pages[s], None, None
             if pages is not None and run.prefix_store == "host":
                 # Flat, because the compiler slices host memory along one dimension only.
                 latents, keys = pages[s]
-                pools = (latents.reshape(-1, *latents.shape[2:]), keys)
+                pools, scanned = (latents.reshape(-1, *latents.shape[2:]), keys), None
+            elif pages is not None and looked_into:
+                in_place, scanned = pages[s][0], (None, pages[s][1])
+            fixed = segment, graphdefs, experts, in_place, pools
 
-            def layer(
-                x, selection, sink, group_xs, j, i, segment=segment, graphdefs=graphdefs, experts=experts, pools=pools
-            ):
+            def layer(x, selection, sink, group_xs, j, i, fixed=fixed):
                 """Layer i of run j; it indexes inside, so that recomputation keeps the group's arrays, not copies."""
+                segment, graphdefs, experts, in_place, pools = fixed
                 states, group_pages, group_caches, group_adapters, (_, routes), number = group_xs
-                latents = keys = None
+                latents = keys = in_pool = None
                 place = segment.offset(j) + i
                 if pools is not None:
                     latents = _staged(pools[0], number * segment.group_layers + place, x)
                     keys = _staged(pools[1], number, x) if segment.runs[j].indexer == "full" else None
                 elif group_pages is not None:
-                    latents = group_pages[0][place]
-                    keys = group_pages[1] if segment.runs[j].indexer == "full" else None
+                    latents, keys = group_pages
+                    keys = keys if segment.runs[j].indexer == "full" else None
+                    if in_place is None:
+                        latents = latents[place]
+                    else:
+                        latents, in_pool = in_place, number * segment.group_layers + place
                 own = (
                     states[j],
                     group_adapters.get(str(j), {}),
@@ -163,7 +170,7 @@ class Decoder(nnx.Module):
                     sink = (sink, jnp.stack([number, place]))
                 caches = (None, None) if cache is None else cache
                 stacked = number * segment.runs[j].count + i
-                return block(x, selection, (latents, keys), caches, run, pairs, stacked, sink, route)
+                return block(x, selection, (latents, keys, in_pool), caches, run, pairs, stacked, sink, route)
 
             if remat:
                 policy = jax.checkpoint_policies.save_only_these_names("selection")
@@ -192,7 +199,7 @@ class Decoder(nnx.Module):
 
             xs = (
                 by_group(states),
-                None if pages is None or pools is not None else pages[s],
+                scanned,
                 None if caches is None else by_group(caches[s]),
                 by_group(segment_adapters),
                 (

@@ -11,7 +11,7 @@ from longstraw_jax.pretrain import corpus, packed_rows
 from longstraw_jax.tasks import retrieval
 
 MIX = packed_rows.Mix(
-    text=0.3, pairs=0.2, recall=0.1, kinds=retrieval.KINDS, digits=3, distractors=4, lines=5, turns=3,
+    text=0.3, pairs=0.2, recall=0.1, around=20, kinds=retrieval.KINDS, digits=3, distractors=4, lines=5, turns=3,
     answer_weight=5.0, stretched=0.0, positions=9000,
 )  # fmt: skip
 
@@ -162,7 +162,7 @@ def test_a_question_row_ends_with_its_one_answer(byte_tokenizer, text, frame, ki
     "field, value",
     [
         *(("text", 1.5), ("pairs", 0.8), ("recall", 0.6), ("kinds", ("haystack",)), ("digits", 1), ("turns", 0)),
-        *(("answer_weight", 0.0), ("lines", 1), ("stretched", 1.1), ("positions", 8)),
+        *(("around", -1), ("answer_weight", 0.0), ("lines", 1), ("stretched", 1.1), ("positions", 8)),
     ],
 )
 def test_a_mix_out_of_range_is_named(field, value):

@@ -35,13 +35,14 @@ def get_config() -> ConfigDict:
         max_position_embeddings=4096,
         initializer_range=0.08,
     )
-    config.mix.update(kinds=("needle",), digits=3, distractors=1, lines=3, turns=2, positions=4096)
-    config.order = ("recall", "short", "warmup", "sparse")
+    config.mix.update(kinds=("needle",), digits=3, distractors=1, lines=6, turns=2, positions=4096)
+    config.order = ("drill", "recall", "short", "warmup", "sparse")
     for name, steps, shares in (
-        ("recall", 1700, dict(text=0.0, pairs=0.5, recall=0.5)),
-        ("short", 800, dict(text=0.1, pairs=0.1, recall=0.3)),
-        ("warmup", 120, dict(text=0.1, pairs=0.1, recall=0.3)),
-        ("sparse", 350, dict(text=0.1, pairs=0.1, recall=0.3)),
+        ("drill", 1000, dict(text=0.0, pairs=0.8, recall=0.2, around=3)),
+        ("recall", 1500, dict(text=0.0, pairs=0.5, recall=0.5)),
+        ("short", 700, dict(text=0.0, pairs=0.1, recall=0.4)),
+        ("warmup", 100, dict(text=0.0, pairs=0.1, recall=0.4)),
+        ("sparse", 300, dict(text=0.0, pairs=0.1, recall=0.4)),
     ):
         config.stages[name].update(tokens=256, rows=6, steps=steps, seconds=0.0, remat=False, **shares)
     config.stages.sparse.selected = 32

@@ -72,7 +72,7 @@ def get_config() -> ConfigDict:
             "stages": {
                 # Copying by a key, then which number is whose, then both in text: each is what the next is learned
                 # with. Many small steps: how soon either is found depends on their number, hardly on their size.
-                "drill": _stage(512, 32, 2000, 20.0, text=0.0, pairs=0.7, recall=0.3),
+                "drill": _stage(512, 32, 3000, 25.0, text=0.0, pairs=0.8, recall=0.2, around=3),
                 "recall": _stage(512, 32, 12_000, 80.0, text=0.1, pairs=0.2, recall=0.6),
                 "short": _stage(512, 32, 6000, 30.0, recall=0.25),
                 "medium": _stage(1024, 32, 6000, 50.0),
@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
                 # An eighth of the keys. Short rows first: their steps are quick, and what reads must move to where
                 # an indexer can follow it.
                 "narrow": _stage(1024, 32, 3000, 50.0, selected=128, trained=both),
-                "sparse": _stage(4096, 8, 3000, 95.0, selected=512, trained=both, remat=True),
+                "sparse": _stage(4096, 8, 3000, 90.0, selected=512, trained=both, remat=True),
             },
             "optimizer": {
                 "kind": "muon",
@@ -105,6 +105,9 @@ def get_config() -> ConfigDict:
 
 
 def _stage(tokens: int, rows: int, steps: int, seconds: float, **fields) -> dict:
-    """selected: 0 for dense attention. text, pairs, recall: shares of documents; the others are tasks."""
-    usual = dict(selected=0, trained=("trunk",), remat=False, text=0.2, pairs=0.05, recall=0.15)
+    """selected: 0 for dense attention. text, pairs, recall: shares of documents; the others are tasks.
+
+    around: letters around drawn pairs, in which a model finds them sooner the fewer they are.
+    """
+    usual = dict(selected=0, trained=("trunk",), remat=False, text=0.2, pairs=0.05, recall=0.15, around=20)
     return dict(tokens=tokens, rows=rows, steps=steps, seconds=seconds) | usual | fields

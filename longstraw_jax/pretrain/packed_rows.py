@@ -20,7 +20,6 @@ from longstraw_jax.tasks.retrieval import Task
 
 LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz ", "0123456789"  # of drawn pairs
 TOKENS_OF_A_LINE = 64  # of a recall document at least, so that there is room to come back to it
-LONGEST_AROUND = 20  # letters before a drawn key, and between it and its value
 ROUNDING = 1e-9  # of shares that add up to 1
 _FIRST, _SECOND = "\ue000first\ue001", "\ue000second\ue001"  # stand for messages while the template renders
 
@@ -43,6 +42,7 @@ class Mix:
     Attributes:
       text, pairs, recall: shares of documents that are plain text, drawn pairs said over and over (`pairs`), and lines
         of a task said and asked for over and over (`recall`); the others are tasks.
+      around: most letters before the key of a pair, and between it and its value.
       kinds: kinds of retrieval.KINDS, drawn alike.
       digits: of the tasks' numbers.
       distractors: most look-alike lines of a task.
@@ -56,6 +56,7 @@ class Mix:
     text: float
     pairs: float
     recall: float
+    around: int
     kinds: tuple[str, ...]
     digits: int
     distractors: int
@@ -71,6 +72,7 @@ class Mix:
             ("pairs", self.pairs, 0 <= self.pairs <= 1 - self.text, f"0 to 1 - mix.text = {1 - self.text:g}"),
             ("recall", self.recall, 0 <= self.recall <= 1 - self.text - self.pairs + ROUNDING,
              f"0 to 1 - mix.text - mix.pairs = {1 - self.text - self.pairs:g}"),
+            ("around", self.around, 0 <= self.around <= 64, "0 to 64"),
             ("kinds", self.kinds, bool(self.kinds) and set(self.kinds) <= set(retrieval.KINDS),
              f"one or more of {', '.join(retrieval.KINDS)}"),
             ("digits", self.digits, 2 <= self.digits <= 12, "2 to 12"),
@@ -170,15 +172,15 @@ def most_distractors(mix: Mix, room: int) -> int:
 def pairs(tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator) -> Document:
     """Lines of a key and a drawn value, within letters that are the same in each, said over and over.
 
-    The letters before the key and between it and its value are 0 to LONGEST_AROUND, few more often than many: a slope
-    from copying what followed the last letter to reading the number of a name in a sentence, which small models do not
-    find on `recall` alone. Keys are drawn letters in half of the documents and a task's names in the others. Half have
+    The letters before the key and between it and its value are 0 to mix.around, few more often than many: a slope from
+    copying what followed the last letter to reading the number of a name in a sentence, which small models do not find
+    on `recall` alone. Keys are drawn letters in half of the documents and a task's names in the others. Half have
     two such forms, drawn for each line, as a name is once told of and once asked for. Values weigh as answers; lines
     that no earlier one tells have no weight.
     """
     letters, digits, newline = (np.asarray(tokenizer.encode(text), np.int32) for text in (LETTERS, DIGITS, "\n"))
     count, forms = int(rng.integers(2, mix.lines + 1)), int(rng.integers(1, 3))
-    around = [rng.choice(letters, int((LONGEST_AROUND + 1) * rng.random() ** 3)) for _ in range(2 * forms)]
+    around = [rng.choice(letters, int((mix.around + 1) * rng.random() ** 3)) for _ in range(2 * forms)]
     if rng.random() < 0.5:
         keys = [rng.choice(letters, rng.integers(2, 9)) for _ in range(count)]
     else:

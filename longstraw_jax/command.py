@@ -7,6 +7,13 @@ from absl import flags
 
 from longstraw_jax import launch
 
+_ACCEPTED = {  # by what the parsers say, which do not
+    "invalid literal for int()": "an integer",
+    "could not convert string to float": "a number",
+    "('Non-boolean argument": "true or false",
+    "Failed to parse": "one of its fields, as --config.section.field=value",
+}
+
 
 def fail(error: Exception | str) -> NoReturn:
     """Ends the program on bad input: one line and exit code 2. In a run of many processes it waits for none."""
@@ -25,4 +32,8 @@ def parse_flags(argv: list[str]) -> list[str]:
         given = [a.partition("=")[0] for a in argv if f".{name}" in a.partition("=")[0]]
         fail(f"{', '.join(given) or '--config'}: no field {name!r}; accepted: those of the --config file")
     except (flags.Error, TypeError, ValueError, OSError) as error:
-        fail(error)
+        told = str(error)
+        for said, accepted in _ACCEPTED.items():
+            flag, found, _ = told.partition(f": {said}")
+            told = f"{flag}; accepted: {accepted}" if found else told
+        fail(told)

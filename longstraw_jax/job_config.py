@@ -67,8 +67,10 @@ def _type_problems(config: ConfigDict, types: dict[str, Any], section: str) -> l
         elif not isinstance(wanted, dict):
             value, kind = config[name], wanted[0] if isinstance(wanted, tuple) else wanted
             several = isinstance(wanted, tuple)
-            if several and not isinstance(value, (tuple, list)) or not all(
-                _is_a(kind, item) for item in (value if several else [value])
+            if (
+                several
+                and not isinstance(value, (tuple, list))
+                or not all(_is_a(kind, item) for item in (value if several else [value]))
             ):
                 accepted = f"a tuple, each {_ACCEPTED[kind]}" if several else _ACCEPTED[kind]
                 problems.append(f"{field}={value!r}; accepted: {accepted}")
@@ -193,9 +195,7 @@ def load_tokenizer(folder: pathlib.Path, vocab_size: int) -> tokenizer.Tokenizer
     """The checkpoint's tokenizer. Raises TokenizerError, or ValueError where the model has fewer ids."""
     tokens = tokenizer.load_tokenizer(folder)
     if tokens.vocab_size > vocab_size:
-        raise ValueError(
-            f"{folder}: tokenizer of {tokens.vocab_size} ids; accepted: at most vocab_size={vocab_size}"
-        )
+        raise ValueError(f"{folder}: tokenizer of {tokens.vocab_size} ids; accepted: at most vocab_size={vocab_size}")
     return tokens
 
 
@@ -204,7 +204,10 @@ def read_dataset(config: ConfigDict) -> data.Dataset:
     paths = list(config.data.paths)
     if not all(paths):
         raise data.DataError(f"data.paths={tuple(paths)}; accepted: JSONL or parquet files")
-    dataset = data.read_rows(paths)
+    try:
+        dataset = data.read_rows(paths)
+    except data.DataError as error:
+        raise data.DataError(f"data.paths: {error}") from error
     if {"exact_match", "boxed_math"} & set(config.reward.functions):
         names = [name for name in columns.ANSWER_COLUMNS if any(name in row["columns"] for row in dataset.rows)]
         if any(all(row["columns"].get(name) is None for name in names) for row in dataset.rows):
@@ -234,15 +237,15 @@ def prompt_builder(
     )
 
 
-def longest_prompt(config: ConfigDict, dataset: data.Dataset, build: Callable[[Any], np.ndarray]) -> int:
-    """Tokens of the longest prompt. Raises PromptError that names the row, so that no run meets it midway."""
-    longest = 0
+def longest_prompt(config: ConfigDict, dataset: data.Dataset, build: Callable[[Any], np.ndarray]) -> tuple[int, Any]:
+    """Tokens of the longest prompt and its row's id. Raises PromptError that names the row, so that no run meets it."""
+    longest = 0, None
     for row in dataset.rows:
         try:
             size = build(row["prompt"]).size
             if not size:
                 raise prompt.PromptError("the prompt has 0 tokens; accepted: at least 1, see the chat template")
-            longest = max(longest, size)
+            longest = max(longest, (size, row["id"]), key=lambda found: found[0])
         except prompt.PromptError as error:
             where = f"dataset row of id {row['id']!r}, data.prompt_tokens={config.data.prompt_tokens}"
             raise prompt.PromptError(f"{where}: {error}") from error

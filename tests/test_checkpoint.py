@@ -103,10 +103,10 @@ def test_the_newest_are_kept_and_found(tmp_path):
 
 def test_requests_that_cannot_be_met_write_nothing(tmp_path):
     checkpoint.save(tmp_path, 4, _state(4), RUN)
-    with pytest.raises(checkpoint.CheckpointError, match="keep=0 .* at least 1"):
+    with pytest.raises(checkpoint.CheckpointError, match="keep=0; accepted: at least 1"):
         checkpoint.save(tmp_path, 5, _state(5), RUN, keep=0)
     for step in (3, 4):
-        with pytest.raises(checkpoint.CheckpointError, match=f"step={step} .* holds step 4"):
+        with pytest.raises(checkpoint.CheckpointError, match=f"step={step}: .* holds step 4; accepted: a later"):
             checkpoint.save(tmp_path, step, _state(5), RUN)
     with pytest.raises(ValueError, match="'loss'.* is float; accepted: arrays"):
         checkpoint.save(tmp_path, 5, {"loss": 0.5}, RUN)

@@ -244,18 +244,18 @@ def test_c4_kl_pulls_towards_the_reference(estimator):
 
 
 def test_c4_k1_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="kl_estimator: 'k1'; accepted: k3, k2 .*does not depend on the ref"):
+    with pytest.raises(ValueError, match="kl_estimator='k1'; accepted: k3, k2 .*does not depend on the ref"):
         GRPOConfig(kl_estimator="k1")
 
 
 def test_c5_terms_without_their_inputs_are_refused():
     rows = batch()
     rows.pop("ref_logp")
-    with pytest.raises(ValueError, match="ref_logp: None; accepted: .*beta is 0.04"):
+    with pytest.raises(ValueError, match="ref_logp=None; accepted: .*beta is 0.04"):
         member_loss(**rows, config=GRPOConfig(beta=0.04), max_len=T)
     rows.pop("sampler_logp")
     for field in ("tis_cap", "mis_cap"):
-        with pytest.raises(ValueError, match=f"sampler_logp: None; accepted: .*{field} is 2.0"):
+        with pytest.raises(ValueError, match=f"sampler_logp=None; accepted: .*{field} is 2.0"):
             member_loss(**rows, config=GRPOConfig(**{field: 2.0}), max_len=T)
 
 
@@ -424,16 +424,16 @@ def test_b7_masking_truncated_responses():
         ("clip_high", float("nan"), "at least 0"), ("beta", -1, "at least 0"), ("beta", None, "at least 0"),
         ("kl_estimator", "k4", "k3, k2"), ("aggregation", "mean", "token_mean, sequence_mean, fixed_length"),
         ("advantage_scale", "batch", "std, none"), ("baseline", "rloo", "mean, leave_one_out"),
-        ("tis_cap", 0.0, "None or a number above 0"), ("tis_cap", "2", "None or a number above 0"),
+        ("tis_cap", 0.0, "or a number above 0"), ("tis_cap", "2", "or a number above 0"),
         ("mask_truncated", 1, "True, False"), ("zero_variance_kl", "no", "True, False"),
         ("importance_level", "word", "token, sequence"), ("entropy_coef", -0.1, "at least 0"),
-        ("mis_cap", 1.0, "None or a number above 1"), ("mis_level", "group", "token, sequence"),
+        ("mis_cap", 1.0, "or a number above 1"), ("mis_level", "group", "token, sequence"),
     ],
 )
 def test_bad_fields_are_refused_by_name(field, value, accepted):
     with pytest.raises(ValueError) as error:
         GRPOConfig(**{field: value})
-    assert str(error.value).startswith(f"{field}: {value!r}; accepted: ") and accepted in str(error.value)
+    assert str(error.value).startswith(f"{field}={value!r}; accepted: ") and accepted in str(error.value)
 
 
 @pytest.mark.parametrize("field, value", [("advantage_scale", "none"), ("baseline", "leave_one_out")])

@@ -60,7 +60,7 @@ def test_every_blocker_is_listed_at_once_and_the_run_says_the_same(checkpoint, t
     assert "a Git LFS pointer" in blocked.pop("checkpoint files")
     assert "no chat template" in blocked.pop("chat template")
     assert "mesh.devices=64 is not available; accepted: 1 to 32" in blocked.pop("devices")
-    assert "gone.jsonl: no such file" in blocked.pop("dataset")
+    assert "data.paths: gone.jsonl: no such file" in blocked.pop("dataset")
     assert "optimizer.b1=1.0" in blocked.pop("optimizer")
     assert "accepted: an integer of at least 2" in blocked.pop("policy")
     assert "checkpoint.keep=0; accepted: at least 1" in blocked.pop("values 1")

@@ -98,7 +98,7 @@ def test_without_document_the_whole_chat_is_tokenized(tokenizer):
     ids = pr.build_prompt(QUESTION, tokenizer, TINY)
     assert ids.dtype == np.int32 and tokenizer.decode(ids) == pr.render_chat(QUESTION, TINY)
     assert pr.build_prompt(QUESTION, tokenizer, TINY, target_tokens=len(ids)).tolist() == ids.tolist()
-    with pytest.raises(pr.PromptError, match=f"target_tokens is 5; the prompt has {len(ids)} and no document"):
+    with pytest.raises(pr.PromptError, match=f"target_tokens=5; accepted: the prompt's own {len(ids)}, or a document"):
         pr.build_prompt(QUESTION, tokenizer, TINY, target_tokens=5)
     string = pr.build_prompt("hi", tokenizer, TINY)
     assert tokenizer.decode(string) == "[gMASK]<sop><|user|>\nhi<|assistant|>"
@@ -136,9 +136,11 @@ def test_real_text_to_exact_length(tokenizer):
 def test_target_out_of_reach(tokenizer):
     whole = len(pr.build_prompt(QUESTION, tokenizer, TINY, document="short"))
     has = len(tokenizer.encode("short"))
-    with pytest.raises(pr.PromptError, match=f"needs a document of {has + 1} tokens; this one has {has}"):
+    with pytest.raises(
+        pr.PromptError, match=f"target_tokens={whole + 1}; accepted: at most {whole}, as the document has {has}"
+    ):
         pr.build_prompt(QUESTION, tokenizer, TINY, document="short", target_tokens=whole + 1)
-    with pytest.raises(pr.PromptError, match=f"the question alone have {whole - has} tokens and are never cut"):
+    with pytest.raises(pr.PromptError, match=f"accepted: at least the {whole - has} of the chat and the question"):
         pr.build_prompt(QUESTION, tokenizer, TINY, document="short", target_tokens=whole - has - 1)
 
 

@@ -70,7 +70,12 @@ def folder(tmp_path_factory):
 BAD = {
     "prompt too long": (
         ["--config.grpo.max_new_tokens=200"],
-        ["max_position_embeddings=256", "--config.model.yarn_positions=", "prompt plus response of "],
+        [
+            "dataset row of id 2, grpo.max_new_tokens=200: ",
+            "max_position_embeddings=256",
+            "--config.model.yarn_positions=",
+            "prompt plus response of ",
+        ],
     ),
     "group of one": (["--config.grpo.group=1"], ["grpo.group=1; accepted: an integer of at least 2"]),
     "no response": (["--config.grpo.max_new_tokens=0"], ["grpo.max_new_tokens=0; accepted: at least 1"]),
@@ -82,10 +87,10 @@ BAD = {
     ),
     "level of the ratio": (
         ["--config.grpo.importance_level=word"],
-        ["grpo.importance_level: 'word'; accepted: token, sequence"],
+        ["grpo.importance_level='word'; accepted: token, sequence"],
     ),
-    "mask of ratios": (["--config.grpo.mis_cap=0.5"], ["grpo.mis_cap: 0.5; accepted: None or a number above 1"]),
-    "entropy": (["--config.grpo.entropy_coef=-1"], ["grpo.entropy_coef: -1.0; accepted: a number of at least 0"]),
+    "mask of ratios": (["--config.grpo.mis_cap=0.5"], ["grpo.mis_cap=0.5; accepted: None (a configuration's 0) or"]),
+    "entropy": (["--config.grpo.entropy_coef=-1"], ["grpo.entropy_coef=-1.0; accepted: a number of at least 0"]),
     "empty dataset": (["--config.data.paths=('{folder}/empty.jsonl',)"], ["empty.jsonl: the file is empty"]),
     "dataset of no rows": (["--config.data.paths=('{folder}/blank.jsonl',)"], ["blank.jsonl: holds no rows"]),
     "unknown mode": (["--config.grpo.mode=thawed"], ["mode='thawed'", "'frozen' or 'detached' or 'exact'"]),
@@ -122,14 +127,18 @@ BAD = {
         ["--config.data.paths=('{folder}/no_answer.jsonl',)", "--config.reward.functions=('exact_match',)"],
         ["no_answer.jsonl, line 2: field ground_truth or reward_model.ground_truth is missing"],
     ),
-    "no data": (["--config.data.paths=('{folder}/gone.jsonl',)"], ["gone.jsonl: no such file"]),
+    "no data": (["--config.data.paths=('{folder}/gone.jsonl',)"], ["data.paths: ", "gone.jsonl: no such file"]),
     "unknown reward": (
         ["--config.reward.functions=('nope',)"],
-        ["'nope'; accepted: digit_share, exact_match, boxed_math or 'module:function'"],
+        ["reward.functions: 'nope'; accepted: digit_share, exact_match, boxed_math or 'module:function'"],
     ),
     "reward that cannot be imported": (
         ["--config.reward.functions=('nope:f',)"],
-        ["'nope:f'", "No module named 'nope'"],
+        ["reward.functions: 'nope:f'", "No module named 'nope'"],
+    ),
+    "reward that is no function": (
+        ["--config.reward.functions=('os:path',)"],
+        ["reward.functions: 'os:path' is of type module, no function; accepted: digit_share"],
     ),
     "rewards and weights": (
         ["--config.reward.weights=(1.0,2.0)"],
@@ -142,8 +151,39 @@ BAD = {
         ["--config.grpo.nope: no field 'nope'; accepted: those of the --config file"],
     ),
     "unknown section": (["--config.nope.beta=1"], ["--config.nope.beta: no field 'nope'"]),
-    "wrong type": (["--config.steps=soon"], ["config.steps", "soon"]),
-    "wrong type of a number": (["--config.grpo.temperature=warm"], ["config.grpo.temperature", "warm"]),
+    "wrong type": (["--config.steps=soon"], ["flag --config.steps=soon; accepted: an integer"]),
+    "wrong type of a number": (
+        ["--config.grpo.temperature=warm"],
+        ["flag --config.grpo.temperature=warm; accepted: a number"],
+    ),
+    "wrong type of a choice": (
+        ["--config.grpo.router_replay=maybe"],
+        ["flag --config.grpo.router_replay=maybe; accepted: true or false"],
+    ),
+    "a section as a value": (["--config.refresh=drift"], ["flag --config.refresh=drift; accepted: one of its fields"]),
+    "slots": (["--config.grpo.slots=-1"], ["grpo.slots=-1; accepted: at least 0"]),
+    "stop string": (["--config.grpo.stop=('ok','')"], ["grpo.stop=('ok', ''); accepted: strings of at least one char"]),
+    "stop of another type": (["--config.grpo.stop=(1,)"], ["grpo.stop=(1,); accepted: a tuple, each a string"]),
+    "too few bytes for a prompt": (
+        ["--config.capture.resident_bytes=10"],
+        ["capture.resident_bytes=10; accepted: 0 (one prompt), or at least "],
+    ),
+    "more bytes than there are": (
+        ["--config.capture.resident_bytes=1000000000000000"],
+        ["other prompts 1000000.00", "by more devices, a smaller capture.chunk, capture.resident_bytes"],
+    ),
+    "resident prompts that none would use": (
+        ["--config.capture.resident_bytes=1000000", "--config.grpo.mode=exact"],
+        ["capture.resident_bytes=1000000 with mode='exact'", "accepted: 0"],
+    ),
+    "refresh policy": (["--config.refresh.policy=weekly"], ["refresh.policy='weekly'; accepted: 'every_step' or 'ev"]),
+    "age of a stale prompt": (["--config.refresh.every=0"], ["refresh.every=0; accepted: at least 1"]),
+    "bound of the drift": (["--config.refresh.bound=nan"], ["refresh.bound=nan; accepted: a finite number"]),
+    "probe": (["--config.refresh.probe_tokens=0"], ["refresh.probe_tokens=0; accepted: at least 1"]),
+    "a stale prompt's gradient": (
+        ["--config.refresh.policy=drift", "--config.grpo.mode=exact"],
+        ["refresh.policy='drift' with mode='exact'", "accepted: 'every_step'"],
+    ),
     "no steps": (["--config.steps=0"], ["steps=0; accepted: a positive multiple"]),
     "steps and updates": (["--config.steps=3", "--config.grpo.updates=2"], ["steps=3", "grpo.updates=2"]),
     "temperature": (["--config.grpo.temperature=0"], ["temperature=0.0; accepted: at least 0.001"]),
@@ -164,10 +204,10 @@ BAD = {
     ),
     "length without document": (
         ["--config.data.prompt_tokens=9"],
-        ["dataset row of id 0, data.prompt_tokens=9", "the prompt has 59 and no document"],
+        ["dataset row of id 0, data.prompt_tokens=9", "accepted: the prompt's own 59, or a document"],
     ),
     "position range": (["--config.model.yarn_positions=100"], ["yarn_positions", "100", "256"]),
-    "kl estimator": (["--config.grpo.kl_estimator=k1"], ["kl_estimator: 'k1'; accepted: k3, k2"]),
+    "kl estimator": (["--config.grpo.kl_estimator=k1"], ["kl_estimator='k1'; accepted: k3, k2"]),
     "seed": (["--config.seed=-1"], ["seed=-1; accepted: 0 to 4294967295"]),
     "checkpoints kept": (["--config.checkpoint.keep=0"], ["checkpoint.keep=0; accepted: at least 1"]),
     "optimizer": (["--config.optimizer.b1=1.0"], ["optimizer.b1=1.0; accepted: 0 to below 1"]),
@@ -188,9 +228,7 @@ def results(folder):
         given = [argument.format(folder=folder) for argument in arguments]
         calls[name] = (str(out), [f"--config={folder / 'config.py'}", f"--workdir={out}", *given])
     (folder / "calls.json").write_text(json.dumps(list(calls.values())))
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | {
-        "PYTHONPATH": str(TESTS)
-    }
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | {"PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-c", FORKS, str(MAIN), str(folder / "calls.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ def test_failures_carry_their_type_and_place(worker):
     assert error.value.kind == "ValueError" and "worker.py" in error.value.where
     with pytest.raises(WorkerError, match="no_such_module"):
         worker.call("no_such_module:f", timeout_s=5)
-    with pytest.raises(WorkerError, match="accepted: 'module:function'"):
+    with pytest.raises(WorkerError, match="is not of the form 'module:function'"):
         worker.call("os", timeout_s=5)
     assert worker.call("builtins:len", "abc", timeout_s=5) == 3
 

@@ -121,11 +121,12 @@ def examine(
         "prompts", lambda *needs: job_config.prompt_builder(config, *needs[:3]), tokens, template, dataset, sound,
         tell=lambda _: "can be built",
     )  # fmt: skip
-    longest = found.attempt(
+    longest_row = found.attempt(
         "prompt lengths", lambda rows, make: job_config.longest_prompt(config, rows, make), dataset, build,
-        tell=lambda x: f"at most {x} tokens",
+        tell=lambda x: f"at most {x[0]} tokens",
     )  # fmt: skip
-    found.attempt("position window", lambda a, n: _check_window(config, a, n), architecture, longest)
+    longest = longest_row[0] if longest_row else None
+    found.attempt("position window", lambda a, row: _check_window(config, a, *row), architecture, longest_row)
     stop = None
     if config.grpo.stop:
         stop = found.attempt(
@@ -245,10 +246,14 @@ def _check_hashes(folder: pathlib.Path, weights: bool) -> str:
     return f"{checked} files as in {CHECKSUMS}" + (f"; {left} weight files not read (--hash_weights)" if left else "")
 
 
-def _check_window(config: ConfigDict, architecture: config_lib.ModelConfig, longest: int) -> str:
-    """Raises ConfigError where a prompt and its response leave the position range."""
+def _check_window(config: ConfigDict, architecture: config_lib.ModelConfig, longest: int, row: Any) -> str:
+    """Raises ConfigError where the longest prompt, of this row, and its response leave the position range."""
     tokens = longest + config.grpo.max_new_tokens
-    architecture.check_length(tokens)
+    try:
+        architecture.check_length(tokens)
+    except config_lib.ConfigError as error:
+        where = f"dataset row of id {row!r}, grpo.max_new_tokens={config.grpo.max_new_tokens}"
+        raise config_lib.ConfigError(f"{where}: {error}") from error
     rope = architecture.rope_parameters
     native = rope.original_max_position_embeddings or architecture.max_position_embeddings
     text = f"{tokens} of {architecture.max_position_embeddings} positions"
@@ -335,8 +340,8 @@ def _check_memory(
     text = f"{total / 1e9:.2f} GB a device by formula, in phase {phase!r} ({listed})"
     if memory is not None and total > memory:
         raise ValueError(
-            f"{text}; accepted: {memory / 1e9:.2f} GB ({source}), by more devices, a smaller capture.chunk or "
-            "grpo.group, or shorter prompts"
+            f"{text}; accepted: {memory / 1e9:.2f} GB ({source}), by more devices, a smaller capture.chunk, "
+            "capture.resident_bytes, grpo.group or grpo.slots, or shorter prompts"
         )
     return f"{text}, {source}: " + ("unknown" if memory is None else f"{memory / 1e9:.2f} GB")
 

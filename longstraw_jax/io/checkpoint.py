@@ -57,18 +57,16 @@ def save(
       keep: checkpoints to keep, this one included; at least 1.
 
     Raises:
-      CheckpointError: keep or step is not accepted; nothing is written.
+      CheckpointError: keep or step is out of range; nothing is written.
       ValueError, TypeError: a leaf that is not an array, metadata that is not JSON; nothing is written.
       CheckpointSaveError: the write failed (a full disk, say); earlier checkpoints are as they were.
     """
     directory = Path(directory).absolute()
     if keep < 1:
-        raise CheckpointError(f"keep={keep} is not accepted; accepted: at least 1")
+        raise CheckpointError(f"keep={keep}; accepted: at least 1")
     previous = latest_step(directory)
     if previous is not None and step <= previous:
-        raise CheckpointError(
-            f"step={step} is not accepted: {directory} already holds step {previous}; accepted: a later step"
-        )
+        raise CheckpointError(f"step={step}: {directory} already holds step {previous}; accepted: a later step")
     record = _record(state, metadata)
     policy = ocp.training.preservation_policies.LatestN(keep)
     saving = ocp.options.ArrayOptions.Saving(min_slice_bytes_for_replica_parallel=_SPLIT_BYTES)

@@ -154,7 +154,9 @@ def build_prompt(
     if document is None:
         ids = tokenizer.encode(render_chat(messages, template))
         if target_tokens is not None and len(ids) != target_tokens:
-            raise PromptError(f"target_tokens is {target_tokens}; the prompt has {len(ids)} and no document")
+            raise PromptError(
+                f"target_tokens={target_tokens}; accepted: the prompt's own {len(ids)}, or a document before it"
+            )
         return np.asarray(ids, np.int32)
     before, after = (tokenizer.encode(text) for text in _around_document(messages, template))
     middle = tokenizer.encode(document)
@@ -162,12 +164,13 @@ def build_prompt(
         room = target_tokens - len(before) - len(after)
         if room < 0:
             raise PromptError(
-                f"target_tokens is {target_tokens}, but the chat and the question alone have"
-                f" {len(before) + len(after)} tokens and are never cut"
+                f"target_tokens={target_tokens}; accepted: at least the {len(before) + len(after)} of the chat and the "
+                "question, which are never cut"
             )
         if room > len(middle):
             raise PromptError(
-                f"target_tokens is {target_tokens}, which needs a document of {room} tokens; this one has {len(middle)}"
+                f"target_tokens={target_tokens}; accepted: at most {target_tokens - room + len(middle)}, as the document "
+                f"has {len(middle)} tokens"
             )
         middle = cut(middle, room, tokenizer)
     return np.asarray(before + middle + after, np.int32)

@@ -77,12 +77,12 @@ class GRPOConfig:
         _check_number("beta", self.beta, "a number of at least 0", lambda x: x >= 0)
         _check_number("entropy_coef", self.entropy_coef, "a number of at least 0", lambda x: x >= 0)
         if self.tis_cap is not None:
-            _check_number("tis_cap", self.tis_cap, "None or a number above 0", lambda x: x > 0)
+            _check_number("tis_cap", self.tis_cap, "None (a configuration's 0) or a number above 0", lambda x: x > 0)
         if self.mis_cap is not None:
-            _check_number("mis_cap", self.mis_cap, "None or a number above 1", lambda x: x > 1)
+            _check_number("mis_cap", self.mis_cap, "None (a configuration's 0) or a number above 1", lambda x: x > 1)
         if self.kl_estimator == "k1":
             raise ValueError(
-                "kl_estimator: 'k1'; accepted: k3, k2 (as a loss term the gradient of k1, logp - ref, does "
+                "kl_estimator='k1'; accepted: k3, k2 (as a loss term the gradient of k1, logp - ref, does "
                 "not depend on the reference, so it cannot pull towards it)"
             )
         _check_choice("importance_level", self.importance_level, corrections.LEVELS)
@@ -93,7 +93,7 @@ class GRPOConfig:
         _check_choice("baseline", self.baseline, advantages.BASELINES)
         for field in ("mask_truncated", "zero_variance_kl"):
             if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field}: {getattr(self, field)!r}; accepted: True, False")
+                raise ValueError(f"{field}={getattr(self, field)!r}; accepted: True, False")
 
 
 @jax.tree_util.register_dataclass
@@ -179,12 +179,10 @@ def member_loss(
         ValueError: beta > 0 without ref_logp, or tis_cap or mis_cap without sampler_logp.
     """
     if config.beta > 0 and ref_logp is None:
-        raise ValueError(
-            f"ref_logp: None; accepted: the reference's log-probabilities, as beta is {config.beta}"
-        )
+        raise ValueError(f"ref_logp=None; accepted: the reference's log-probabilities, as beta is {config.beta}")
     for name, cap in (("tis_cap", config.tis_cap), ("mis_cap", config.mis_cap)):
         if cap is not None and sampler_logp is None:
-            raise ValueError(f"sampler_logp: None; accepted: the sampler's log-probabilities, as {name} is {cap}")
+            raise ValueError(f"sampler_logp=None; accepted: the sampler's log-probabilities, as {name} is {cap}")
     stop = jax.lax.stop_gradient
     logp, entropy, old_logp, ref_logp, sampler_logp = (
         _fill(x, mask) for x in (logp, entropy, old_logp, ref_logp, sampler_logp)
@@ -314,10 +312,10 @@ def _aggregate(token_loss, mask, aggregation, max_len):
 
 def _check_choice(field, value, accepted):
     if value not in accepted:
-        raise ValueError(f"{field}: {value!r}; accepted: {', '.join(accepted)}")
+        raise ValueError(f"{field}={value!r}; accepted: {', '.join(accepted)}")
 
 
 def _check_number(field, value, accepted, holds):
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not holds(value):
-        raise ValueError(f"{field}: {value!r}; accepted: {accepted}")
+        raise ValueError(f"{field}={value!r}; accepted: {accepted}")

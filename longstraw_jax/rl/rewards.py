@@ -60,13 +60,13 @@ def load(name: str, *, answer_timeout_s: float = 5.0) -> RewardFunction:
         return RewardFunction(name, lambda rows, timeout_s: _run_here(graded, name, rows))
     accepted = f"accepted: {', '.join([*built_in, 'boxed_math'])} or 'module:function'"
     if ":" not in name:
-        raise ValueError(f"reward function: {name!r}; {accepted}")
+        raise ValueError(f"reward.functions: {name!r}; {accepted}")
     child = worker.Worker()
     try:
         child.call("longstraw_jax.rl.rewards:check_name", name, timeout_s=worker.START_LIMIT_S)
     except (worker.WorkerError, worker.WorkerTimeout) as error:
         child.close()
-        raise ValueError(f"reward function: {error}; {accepted}") from error
+        raise ValueError(f"reward.functions: {error}; {accepted}") from error
     return RewardFunction(name, functools.partial(_run_in_child, child, name))
 
 

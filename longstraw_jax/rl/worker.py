@@ -176,7 +176,7 @@ def resolve(name: str):
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise ValueError(f"{name!r}; accepted: 'module:function'")
+        raise ValueError(f"{name!r} is not of the form 'module:function'")
     try:
         function = importlib.import_module(module)
         for part in attribute.split("."):
@@ -184,5 +184,5 @@ def resolve(name: str):
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r}: {error}") from error
     if not callable(function):
-        raise ValueError(f"{name!r} is of type {type(function).__name__}; accepted: a function")
+        raise ValueError(f"{name!r} is of type {type(function).__name__}, no function")
     return function

@@ -169,8 +169,8 @@ def build_prompt(
             )
         if room > len(middle):
             raise PromptError(
-                f"target_tokens={target_tokens}; accepted: at most {target_tokens - room + len(middle)}, as the document "
-                f"has {len(middle)} tokens"
+                f"target_tokens={target_tokens}; accepted: at most {target_tokens - room + len(middle)}, as the "
+                f"document has {len(middle)} tokens"
             )
         middle = cut(middle, room, tokenizer)
     return np.asarray(before + middle + after, np.int32)

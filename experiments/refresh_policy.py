@@ -253,8 +253,14 @@ def numbers(name: str, given: list[str], kind: type, least: float) -> list[Any]:
     return found
 
 
-def check(values: Any) -> None:
-    """Raises ValueError for flags out of range."""
+def check(config: ConfigDict, values: Any) -> None:
+    """Raises ValueError for flags out of range, and for fields that would add a prompt to the one that is measured."""
+    for name, value in (
+        ("capture.resident_bytes", config.capture.resident_bytes),
+        ("grpo.max_resamples", config.grpo.max_resamples),
+    ):
+        if value:
+            raise ValueError(f"{name}={value}; accepted: 0, as one prompt is measured")
     if not values.parts or set(values.parts) - set(PARTS):
         raise ValueError(f"--parts={','.join(values.parts)}; accepted: of {', '.join(PARTS)}")
     for name, least in (("tokens", 0), ("eval_groups", 1), ("frozen_steps", 1)):
@@ -275,7 +281,7 @@ def begun(path: pathlib.Path, setup: dict[str, Any]) -> dict[str, Any]:
 
 def run(config: ConfigDict, values: Any) -> dict[str, Any]:
     """The receipt, written as each row is done. Raises ValueError or OSError for bad input."""
-    check(values)
+    check(config, values)
     seeds, after = numbers("seeds", values.seeds, int, 0), numbers("after", values.after, int, 1)
     every, bounds = numbers("every", values.every, int, 1), numbers("bounds", values.bounds, float, 0.0)
     config = config.copy_and_resolve_references()

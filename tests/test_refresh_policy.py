@@ -103,6 +103,12 @@ def test_the_policies_compared():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("field", ["capture.resident_bytes", "grpo.max_resamples"])
+def test_a_job_of_several_prompts_is_refused_by_name(tmp_path, field):
+    with pytest.raises(ValueError, match=f"^{field}=7; accepted: 0, as one prompt is measured$"):
+        refresh_policy.run(job(**{field: 7}), flags(tmp_path))
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [

@@ -57,25 +57,31 @@ def shard_bytes(tree: Any) -> dict[str, int]:
     return found
 
 
-def capture_estimate(config: ModelConfig, chunk: int, capacity: int, devices: int, load: float) -> int:
+def capture_estimate(
+    config: ModelConfig, chunk: int, capacity: int, devices: int, load: float, *, experts_in_place: bool = False
+) -> int:
     """Bytes of a capture chunk's temporaries, by formula: to choose a chunk before anything is compiled.
 
-    A layer's keys and latents gathered (and once more while pages are put in order), its weights gathered, its
-    experts' weights, a block's scores with what sorting them takes, one pass of expert rows, and a token's
-    activations.
+    A layer's keys and latents with the chunk's own behind (on several devices gathered, and once more while pages are
+    put in order), its weights, its experts' weights, a block's scores with what sorting them takes, one pass of expert
+    rows, and a token's activations.
+
+    Args:
+      experts_in_place: a kernel reads the experts out of their stack, without a copy.
     """
     c, item, tokens = config, 2 if config.dtype != "float32" else 4, chunk // devices
     d, f, heads = c.hidden_size, c.moe_intermediate_size, c.num_attention_heads
-    gathered = 2 * (capacity + chunk) * (c.latent_dim + c.index_head_dim) * item
+    copies = 2 if devices > 1 else 1
+    gathered = copies * (capacity + chunk) * (c.latent_dim + c.index_head_dim) * item
     layer = sum(plan_costs.gathered_weight_bytes(c).values()) // c.num_hidden_layers
-    experts = 3 * d * f * c.n_routed_experts // devices * item
+    experts = 0 if experts_in_place else 2 * 3 * d * f * c.n_routed_experts // devices * item
     scores = indexer_topk.QUERIES * (indexer_topk.KEYS + c.index_topk) * 4 * 4
     room, _ = parallel.expert_room(tokens, c.num_experts_per_tok, c.n_routed_experts // devices, devices, load)
     rows = devices * room * (5 * d * item + 2 * d * 4 + 3 * f * item)
     rows += tokens * c.num_experts_per_tok * d * (2 * item + 4)
     activations = tokens * heads * (2 * c.latent_dim * item + c.kv_lora_rank * (3 * 4 + item) + c.v_head_dim * item)
     activations += tokens * (8 * d * item + c.q_lora_rank * 4 + 4 * c.index_topk * 4)
-    return gathered + 2 * layer + 2 * experts + scores + rows + activations
+    return gathered + copies * layer + experts + scores + rows + activations
 
 
 def choose_chunk(

@@ -96,7 +96,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"{name:<10}" + "".join(f"{figure:>12}" for figure in figures))
     lines.append("TFLOP: useful work by formula, and what of it is in routed experts. Traced: the program's products,")
     lines.append("masked slots too, but one turn of a loop that depends on data (a capture's index scores); grouped:")
-    lines.append("at most, every row of every pass. The compiler counts a loop's body once.")
+    lines.append("at most, every row of every pass; neither sees into Pallas kernels. The compiler counts a body")
+    lines.append("of a loop once.")
     top = result["peak"]
     limit = "" if memory is None else f" of {memory / GB:.1f} GB"
     lines += ["", f"peak: {top['program']}, {top['device_bytes'] / GB:.1f} GB{limit}"]

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from longstraw_jax import config as config_lib
 from longstraw_jax import fingerprint, job_config, launch, lora, replay, rollout, sampling, sharding, train
-from longstraw_jax.evidence import plan, plan_programs
+from longstraw_jax.evidence import kernels, plan, plan_programs
 from longstraw_jax.evidence.topology import Topology
 from longstraw_jax.io import data, hf_checkpoint, prompt, tokenizer
 from longstraw_jax.model import choices, decoder
@@ -296,7 +296,9 @@ def memory_need(
         return size(lambda: choices.empty(config, members, length, policy.recorded))
 
     capacity = pages.page_count(tokens, devices) * PAGE
-    walk = {"a chunk": plan.capture_estimate(config, chunk, capacity, devices, model.expert_load)}
+    in_place = kernels.implementations(model).get("grouped_matmul") == "hopper"
+    estimate = plan.capture_estimate(config, chunk, capacity, devices, model.expert_load, experts_in_place=in_place)
+    walk = {"a chunk": estimate}
     sampler = {
         "tails": size(lambda: sampling.empty_tails(model, rows, policy.max_new_tokens)),
         "logits": LOGIT_ROWS * rows * config.vocab_size * np.dtype(np.float32).itemsize,

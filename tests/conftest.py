@@ -39,8 +39,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 # The dearest come first, so that no worker is left alone with one at the end.
 TOGETHER = (
     (
-        *("test_train_grpo", "test_train_grpo_config", "test_train", "test_refresh", "test_refresh_policy"),
-        *("test_residency", "test_build_prompt"),
+        *("test_train_grpo", "test_train_grpo_config", "test_train", "test_rollout"),
+        *("test_refresh", "test_refresh_policy", "test_residency", "test_build_prompt"),
     ),
     ("test_exact_gradient",),
     ("test_replay", "test_capture", "test_sampling", "test_freshness", "test_prefix_pages"),

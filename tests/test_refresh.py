@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_jobs
 import train_grpo
+from tiny_transactions import base_words, byte_means, fresh_state, job, prompt, trained_state
 
 from longstraw_jax import fingerprint, replay, rollout, train
 from longstraw_jax.evidence import verify
@@ -17,24 +18,6 @@ from longstraw_jax.prefix import freshness, refresh, residency
 from longstraw_jax.prefix.capture import capture
 from longstraw_jax.prefix.refresh import Drift, RefreshPolicy
 from longstraw_jax.rl import rewards
-
-
-@functools.cache
-def job():
-    return tiny_jobs.job(**{"reward.functions": ("exact_match",)})
-
-
-@functools.cache
-def base_words():
-    return jax.jit(fingerprint.device_fingerprint)(job().base)
-
-
-def prompt(row=0):
-    return job().build(job().dataset.rows[row]["prompt"])
-
-
-def byte_means(number, responses):
-    return np.asarray([np.mean(ids) / 288 for ids in responses], np.float32), []
 
 
 def run(transactions, policy, *, kept=None, prompts=1, **changes):
@@ -202,3 +185,17 @@ def test_a_resumed_run_captures_again_and_the_log_tells_policy_captures_and_drif
     assert {step["refresh_policy"] for step in steps} == {"drift"}
     assert [step["metrics"].get("prefix_drift/signal", 0) > 1e-3 for step in steps] == [False, True] * 2
     assert verify.main([str(folder)]) == 0 and "prefix 1 steps old, drift 0." in capsys.readouterr().out
+
+
+def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
+    adapters, words = trained_state().adapters, base_words()
+    options = {"chunk": job().policy.chunk, "capacity": job().policy.capacity}
+
+    def ask(adapters, tokens, held, step, **more):
+        return refresh.refresh(job().model, job().base, words, adapters, tokens, held, step=step, **options, **more)
+
+    held = ask(adapters, prompt(), None, 4, record=("selections",))
+    assert held.captured_at == 4 and ask(adapters, prompt(), held, 7) is held and held.choices
+    new = ask(fresh_state().adapters, prompt(), held, 7)
+    assert new.captured_at == 7 and held.prefix.index_keys[0].is_deleted()
+    assert held.choices == [] and new.choices is None  # nor are two prompts' selections on the host

@@ -1,7 +1,6 @@
 """Prompts that stay resident together: the budget, which one makes way, the same bits from fewer captures."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +8,12 @@ import numpy as np
 import pytest
 import tiny
 import tiny_jobs
+from tiny_transactions import NO_SIGNAL_OUT, base_words, byte_means, job, prompt
 
-from longstraw_jax import fingerprint, rollout, train
+from longstraw_jax import rollout, train
 from longstraw_jax.evidence import prerequisites
 from longstraw_jax.prefix import pages, refresh, residency
-from longstraw_jax.rl.objectives import GRPOConfig
 from longstraw_jax.types import PrefixState
-
-KL = GRPOConfig(beta=0.04, aggregation="sequence_mean", zero_variance_kl=False)
 
 
 def resident(number, *, plain=False):
@@ -106,31 +103,18 @@ def test_the_checks_before_a_run_count_the_prompts(tmp_path):
     assert small["memory"].status == prerequisites.NOT_CHECKED
 
 
-@functools.cache
-def job():
-    return tiny_jobs.job(**{"reward.functions": ("exact_match",)})
-
-
 def policy(prompts, **changes):
     """That holds so many prompts; 0 is the default, one."""
     one = residency.prompt_bytes(job().model, job().policy.capacity, job().policy.chunk)
     return dataclasses.replace(job().policy, resident_bytes=prompts * one, **changes)
 
 
-def prompt(row):
-    return job().build(job().dataset.rows[row]["prompt"])
-
-
 def run(config, rows_of_steps):
     """Transactions on rows of the dataset: the state, reports, and the prompts resident after each."""
-    optimizer, words = train.make_optimizer(job().optimizer), jax.jit(fingerprint.device_fingerprint)(job().base)
+    optimizer = train.make_optimizer(job().optimizer)
     state, held, reports, kept = train.init_state(job().model, optimizer, 0), (), [], []
     for seed, rows in enumerate(rows_of_steps):
-        args = (job().model, config, optimizer, job().base, words, state, [prompt(row) for row in rows])
-
-        def byte_means(number, responses):
-            return np.asarray([np.mean(ids) / 288 for ids in responses], np.float32), []
-
+        args = (job().model, config, optimizer, job().base, base_words(), state, [prompt(row) for row in rows])
         state, more, held = train.transaction(*args, byte_means, jax.random.key(seed), held=held)
         reports += more
         kept.append(held)
@@ -161,10 +145,10 @@ def test_the_weights_decide_whether_a_detached_prompt_is_captured_again(monkeypa
         return capture(*args, **options)
 
     monkeypatch.setattr(refresh, "capture", counting)
-    want, _, _ = run(policy(0, objective=KL), [(0,), (0,)])
+    want, _, _ = run(policy(0, objective=NO_SIGNAL_OUT), [(0,), (0,)])
     assert len(counted) == 4
     counted.clear()
-    found, reports, (_, kept) = run(policy(2, objective=KL), [(0,), (0,)])
+    found, reports, (_, kept) = run(policy(2, objective=NO_SIGNAL_OUT), [(0,), (0,)])
     assert [adapters is None for adapters in counted] == [False, True, False]
     assert [r.captures for r in reports] == [1, 1] and [one.plain for one in kept] == [True, False]
     jax.tree.map(np.testing.assert_array_equal, found.adapters, want.adapters)

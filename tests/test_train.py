@@ -1,7 +1,6 @@
-"""The transaction: sums over members, what a step leaves untouched, which prompt state and reference it uses."""
+"""The transaction: sums over members, what a step leaves untouched, which prompt state it uses."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -9,98 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_jobs
+from tiny_transactions import (
+    NO_SIGNAL_OUT,
+    PLAIN,
+    TRUNCATED_OUT,
+    G,
+    T,
+    fresh_state,
+    job,
+    moments,
+    optimizer,
+    policy,
+    prefix,
+    prompt,
+    same_bits,
+    trained_state,
+    transact,
+)
 
 from longstraw_jax import fingerprint, lora, replay, rollout, train
 from longstraw_jax.model import choices
-from longstraw_jax.prefix import freshness, refresh
-from longstraw_jax.prefix.capture import capture
 from longstraw_jax.rl.objectives import GRPOConfig
-
-G, T = 4, 8
-# Three objectives, because each is a program of its own.
-PLAIN = GRPOConfig()
-NO_SIGNAL_OUT = GRPOConfig(beta=0.04, aggregation="sequence_mean", zero_variance_kl=False)
-TRUNCATED_OUT = GRPOConfig(beta=0.04, aggregation="fixed_length", mask_truncated=True)
-
-
-@functools.cache
-def job():
-    return tiny_jobs.job(**{"reward.functions": ("exact_match",)})
-
-
-@functools.cache
-def base_words():
-    return jax.jit(fingerprint.device_fingerprint)(job().base)
-
-
-def optimizer():
-    return train.make_optimizer(job().optimizer)
-
-
-def policy(**changes):
-    return dataclasses.replace(job().policy, **changes)
-
-
-def fresh_state(seed=0):
-    return train.init_state(job().model, optimizer(), seed)
-
-
-@functools.cache
-def trained_state():
-    """After two steps: B of every target has left zero."""
-    state, _, _ = steps(fresh_state(), 2)
-    return state
-
-
-def prompt(row=0):
-    return job().build(job().dataset.rows[row]["prompt"])
-
-
-def byte_means(number, responses):
-    return np.asarray([np.mean(ids) / 288 for ids in responses], np.float32), []
-
-
-def transact(state, *, prompts=None, reward=byte_means, seed=0, **changes):
-    """One transaction on the policy with these changes, which holds one prompt; the rest is passed on."""
-    passed = {name: changes.pop(name) for name in ("spare", "between", "progress") if name in changes}
-    held = changes.pop("held", None)
-    state, reports, (held,) = train.transaction(
-        job().model,
-        policy(**changes),
-        optimizer(),
-        job().base,
-        base_words(),
-        state,
-        [prompt()] if prompts is None else prompts,
-        reward,
-        jax.random.key(seed),
-        held=() if held is None else (held,),
-        **passed,
-    )
-    return state, reports, held
-
-
-def steps(state, count, **changes):
-    reports, held = [], None
-    for seed in range(count):
-        state, more, held = transact(state, seed=seed, held=held, **changes)
-        reports += more
-    return state, reports, held
-
-
-@functools.cache
-def prefix(adapted=True):
-    adapters = trained_state().adapters if adapted else None
-    words = freshness.weights_fingerprint(base_words(), adapters)
-    return capture(
-        job().model,
-        job().base,
-        adapters,
-        prompt()[:-1],
-        chunk=job().policy.chunk,
-        fingerprint=words,
-        capacity=job().policy.capacity,
-    )
 
 
 def group(lengths=(T, 3, 5, 1), advantages=(1.3, -0.2, -1.4, 0.3), seed=0):
@@ -137,27 +65,16 @@ def apply(total, state=None):
     return train.apply_update(job().model, optimizer(), state or trained_state(), total)
 
 
-def same_bits(a, b):
-    return fingerprint.tree_fingerprint(a) == fingerprint.tree_fingerprint(b)
-
-
 def distance(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.abs(x - y).max()) for x, y in pairs)
-
-
-def moments(state):
-    return (state.adapters, state.opt_state)
 
 
 @pytest.mark.parametrize("objective", [PLAIN, NO_SIGNAL_OUT, TRUNCATED_OUT], ids=lambda o: o.aggregation)
 def test_d1_the_step_is_the_same_for_any_order_and_any_grouping_of_members(objective):
     whole = group()
     want = total_of([whole], objective)
-    assert (
-        float(want.loss.count)
-        == {"token_mean": 17, "sequence_mean": 4, "fixed_length": 32}[objective.aggregation]
-    )
+    assert float(want.loss.count) == {"token_mean": 17, "sequence_mean": 4, "fixed_length": 32}[objective.aggregation]
     stepped, info = apply(want)
     assert info["taken"] and float(want.metrics.sums["clip_ratio/high_mean"].sum) > 0
     for parts in ([[3, 1, 0, 2]], [[0, 1], [2, 3]], [[2], [0], [3], [1]]):
@@ -214,10 +131,7 @@ def test_b7_nothing_to_train_on_skips_the_step_and_its_weight_decay(nothing):
     state, info = apply(total)
     assert job().optimizer.weight_decay > 0 and not info["taken"] and info["finite"]
     assert same_bits(moments(state), moments(trained_state()))
-    assert (
-        int(state.skipped) == int(trained_state().skipped) + 1
-        and int(state.step) == int(trained_state().step) + 1
-    )
+    assert int(state.skipped) == int(trained_state().skipped) + 1 and int(state.step) == int(trained_state().step) + 1
 
 
 def test_b7_truncation_masking_of_every_response_is_skipped_and_said():
@@ -298,11 +212,7 @@ def test_j1_a_second_update_has_a_ratio_and_the_prompt_state_of_its_own_weights(
     state, (first, second), held = transact(start, updates=2, mode=mode)
     assert first.metrics["max_abs_log_ratio"] < 1e-5 < 1e-3 < second.metrics["max_abs_log_ratio"]
     assert int(state.step) == int(start.step) + 2
-    assert (
-        second.adapter_fingerprint
-        == fingerprint.tree_fingerprint(state.adapters)
-        != first.adapter_fingerprint
-    )
+    assert second.adapter_fingerprint == fingerprint.tree_fingerprint(state.adapters) != first.adapter_fingerprint
     assert first.prefix_age == 0 and second.prefix_age == (1 if mode == "frozen" else 0)
     assert held.captured_at == int(start.step) + (0 if mode == "frozen" else 1)
     assert ("reverse" in second.seconds) == (mode == "exact")
@@ -372,9 +282,7 @@ def test_j1_a_held_prompt_of_other_adapters_is_freed_and_never_used():
     other, _, stale = transact(fresh_state(seed=5))
     want, (report,), _ = transact(trained_state())
     found, (again,), held = transact(trained_state(), held=stale)
-    assert (
-        held is not stale and stale.prefix.latents[0].is_deleted() and not held.prefix.latents[0].is_deleted()
-    )
+    assert held is not stale and stale.prefix.latents[0].is_deleted() and not held.prefix.latents[0].is_deleted()
     assert again.adapter_fingerprint == report.adapter_fingerprint and same_bits(found, want)
 
 
@@ -405,106 +313,9 @@ def test_exact_is_another_step_and_kept_selections_are_not():
     assert kept.grad_norm == pytest.approx(exact.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["detached", "frozen"])
-def test_c5_c6_the_reference_is_the_base_with_a_prompt_of_its_own(mode):
-    """KL is 0 at the first step, then what an adapter-off pass over an adapter-off prompt says."""
-    _, (first,), _ = transact(fresh_state(), objective=NO_SIGNAL_OUT, mode=mode)
-    assert first.metrics["kl"] == 0
-    _, (report,), held = transact(trained_state(), objective=NO_SIGNAL_OUT, mode=mode)
-    inputs, targets, lengths = replay.member_inputs(int(prompt()[-1]), report.rollouts[0].responses, T)
-    batch = (inputs, targets, lengths, 1.0)
-    # The held prompt is one step behind the new adapters: it is the policy's that sampled.
-    now, _ = replay.score(job().model, job().base, trained_state().adapters, held.prefix, *batch)
-    reference, _ = replay.score(job().model, job().base, None, prefix(False), *batch)
-    gap = np.asarray(reference - now)[np.arange(T) < lengths[:, None]]
-    assert report.metrics["kl"] == pytest.approx(np.mean(np.expm1(gap) - gap), rel=1e-3)
-    assert report.metrics["kl"] > 1e-4
-
-
-def test_c5_without_beta_there_is_no_reference():
-    _, (report,), _ = transact(trained_state())
-    assert "kl" not in report.metrics
-
-
-def test_c5_the_reference_outlives_training():
-    """Not the adapters of the step before: KL grows away from the base."""
-    _, reports, _ = steps(fresh_state(), 3, objective=NO_SIGNAL_OUT)
-    kl = [report.metrics["kl"] for report in reports]
-    assert kl[0] == 0 and 0 < kl[1] < kl[2]
-
-
-def test_a2_a_group_without_signal_can_be_left_out_of_the_kl_term_and_the_count():
-    """A mixed group and one of equal rewards, whose advantages are exactly 0."""
-
-    def mixed_then_equal(number, responses):
-        return np.asarray([1, 0, 0, 1] if number == 0 else [0.35] * G, np.float32), []
-
-    def run(prompts):
-        return transact(trained_state(), reward=mixed_then_equal, objective=NO_SIGNAL_OUT, prompts=prompts)
-
-    (alone, (first,), _), (both, (second,), _) = run([prompt()]), run([prompt(), prompt(1)])
-    assert second.rollouts[1].advantages.tolist() == [0.0] * G
-    assert second.loss_count == first.loss_count and same_bits(moments(both), moments(alone))
-
-
 def test_a2_a_group_without_signal_that_stays_is_pulled_to_the_reference():
     total = total_of([group(advantages=(0, 0, 0, 0))], NO_SIGNAL_OUT)
     assert float(total.loss.count) == G and any(g.any() for g in jax.tree.leaves(total.grads))
-
-
-def test_a2_a_group_without_signal_has_no_policy_gradient():
-    _, (report,), _ = transact(
-        trained_state(), reward=lambda number, responses: (np.full(G, 0.1, np.float32), [])
-    )
-    assert (
-        report.loss_sum == 0
-        and report.grad_norm == 0
-        and report.loss_count > 0
-        and report.skip_reason is None
-    )
-
-
-def silent_at(numbers):
-    """byte_means, but equal rewards for the prompts of these numbers."""
-    return lambda n, responses: (np.full(G, 0.35, np.float32), []) if n in numbers else byte_means(n, responses)
-
-
-def test_a2_dynamic_sampling_replaces_groups_of_equal_rewards():
-    """The groups that train are those of the prompts that took their places, with keys of their own."""
-    further = [prompt(2), prompt(0), prompt(1)]
-    asked = []
-
-    def spare(number):
-        asked.append(number)
-        return further[number - 2]
-
-    options = {"prompts": [prompt(0), prompt(1)], "reward": silent_at({0, 2, 3}), "spare": spare}
-    state, (report,), held = transact(trained_state(), max_resamples=5, **options)
-    assert [r.number for r in report.dropped] == [0, 2, 3] and [r.number for r in report.rollouts] == [4, 1]
-    assert asked == [2, 3, 4] and np.array_equal(held.tokens, prompt(1))
-    _, (every,), _ = transact(trained_state(), prompts=[prompt(0), prompt(1), *further])
-    for rolled in report.rollouts + report.dropped:
-        assert rolled.responses == every.rollouts[rolled.number].responses
-        assert np.array_equal(rolled.prompt, every.rollouts[rolled.number].prompt)
-    assert report.loss_count == sum(len(ids) for r in report.rollouts for ids in r.responses)
-    with pytest.raises(ValueError, match="spare=None with max_resamples=5; accepted: a source of further prompts"):
-        transact(trained_state(), max_resamples=5)
-
-
-def test_a2_dynamic_sampling_ends_at_its_bound_and_goes_on_with_what_it_has():
-    reward = silent_at(range(9))
-    _, (first, second), _ = transact(
-        trained_state(), updates=2, max_resamples=2, reward=reward, spare=lambda number: prompt(number % 3)
-    )
-    assert [r.number for r in first.dropped] == [0, 1] and [r.number for r in first.rollouts] == [2]
-    assert not first.rollouts[0].carries_signal and first.grad_norm == 0 and first.skip_reason is None
-    assert second.dropped == [] and second.rollouts == first.rollouts
-
-
-def test_a2_dynamic_sampling_without_need_changes_no_bit():
-    want, (report,), _ = transact(trained_state())
-    found, (again,), _ = transact(trained_state(), max_resamples=2, spare=prompt)
-    assert same_bits(found, want) and again.dropped == [] and again.metrics == report.metrics
 
 
 @pytest.mark.parametrize(
@@ -562,62 +373,10 @@ def test_the_entropy_bonus_moves_adapters_towards_entropy():
     assert measured < -1e-3 and measured == pytest.approx(-length / 0.5, rel=2e-3)
 
 
-def test_a3_each_prompt_has_a_baseline_of_its_own():
-    rewards = np.asarray([[1, 1, 1, 0], [0, 0, 0, 1]], np.float32)
-
-    def run(order):
-        asked = [prompt(row) for row in order]
-        return transact(trained_state(), prompts=asked, reward=lambda n, _: (rewards[order[n]], []))[1][
-            0
-        ].rollouts
-
-    for order in ([0, 1], [1, 0]):
-        for row, rolled in zip(order, run(order), strict=True):
-            centred = rewards[row] - rewards[row].mean()
-            np.testing.assert_allclose(rolled.advantages, centred / rewards[row].std(ddof=1), rtol=1e-5)
-
-
 def test_a_transaction_is_a_function_of_its_key():
     first, second = transact(trained_state()), transact(trained_state())
     assert same_bits(first[0], second[0])
     assert transact(trained_state(), seed=1)[1][0].rollouts[0].responses != first[1][0].rollouts[0].responses
-
-
-def test_refresh_keeps_pages_only_for_the_same_prompt_and_weights():
-    adapters, words = trained_state().adapters, base_words()
-    options = {"chunk": job().policy.chunk, "capacity": job().policy.capacity}
-
-    def ask(adapters, tokens, held, step, **more):
-        return refresh.refresh(job().model, job().base, words, adapters, tokens, held, step=step, **options, **more)
-
-    held = ask(adapters, prompt(), None, 4, record=("selections",))
-    assert held.captured_at == 4 and ask(adapters, prompt(), held, 7) is held and held.choices
-    new = ask(fresh_state().adapters, prompt(), held, 7)
-    assert new.captured_at == 7 and held.prefix.index_keys[0].is_deleted()
-    assert held.choices == [] and new.choices is None  # nor are two prompts' selections on the host
-
-
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"mode": "thawed"}, "mode='thawed'; accepted: 'frozen' or 'detached' or 'exact'"),
-        ({"keep_selection": True}, "keep_selection=True with mode='detached'; accepted: with mode='exact'"),
-        ({"group": 1}, "1; accepted: an integer of at least 2"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0; accepted: at least 1"),
-        ({"chunk": 0}, "chunk=0; accepted: at least 1"),
-        ({"updates": 0}, "updates=0; accepted: at least 1"),
-        ({"max_resamples": -1}, "max_resamples=-1; accepted: at least 0"),
-        ({"temperature": 0.0}, "temperature=0.0; accepted: at least 0.001, finite"),
-        ({"temperature": 1e-40}, "temperature=1e-40; accepted: at least 0.001"),
-        ({"temperature": math.inf}, "temperature=inf; accepted: at least 0.001, finite"),
-        ({"temperature": math.nan}, "temperature=nan; accepted: at least 0.001, finite"),
-        ({"top_p": 0.0}, "top_p=0.0; accepted: above 0, at most 1"),
-    ],
-)
-def test_a_policy_out_of_range_is_refused_by_name(changes, said):
-    with pytest.raises(ValueError) as error:
-        rollout.PolicyConfig(**{"eos_ids": (1,), "capacity": 8} | changes)
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("field", ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"])

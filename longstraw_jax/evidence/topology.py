@@ -85,7 +85,7 @@ def make_mesh(topology: Topology) -> Mesh:
     """The one-axis mesh over the topology's devices, present or not. Call `prepare` first.
 
     Raises:
-      TopologyError: no compiler for it here: libtpu is missing, no GPU is present, too few CPU devices.
+      TopologyError: no compiler for it here: libtpu or the CUDA plugin is missing, or too few CPU devices.
     """
     if topology.platform == "cpu":
         return sharding.make_mesh(topology.devices)

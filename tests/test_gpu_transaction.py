@@ -30,7 +30,7 @@ LOGP = 0.05  # nats
 
 
 @functools.cache
-def architecture():
+def architecture(dtype="bfloat16"):
     """GLM-5.2's attention and indexer at full width; a narrow trunk and few experts."""
     raw = json.loads(GLM52.read_text()) | {
         "hidden_size": 1024,
@@ -42,16 +42,17 @@ def architecture():
         "mlp_layer_types": ["sparse"] * 4,
         "vocab_size": 4096,
         "num_nextn_predict_layers": 0,
+        "dtype": dtype,
     }
     return config.model_config_from_hf(raw)
 
 
 @functools.cache
-def policy():
+def policy(dtype="bfloat16"):
     """Weights, adapters away from zero, and a prompt."""
     targets = ("q_a", "q_b", "kv_a", "kv_b", "o", "shared", "routed", "lm_head")
     model = decoder.make_model(
-        architecture(), lora=config.LoraConfig(tuple((name, 8, 16.0) for name in sorted(targets)))
+        architecture(dtype), lora=config.LoraConfig(tuple((name, 8, 16.0) for name in sorted(targets)))
     )
     rng = np.random.default_rng(0)
 
@@ -60,20 +61,20 @@ def policy():
 
     adapters = jax.tree_util.tree_map_with_path(moved, lora.init_adapters(model.config, model.lora, 0))
     prompt = rng.integers(0, model.config.vocab_size, PROMPT).astype(np.int32)
-    return model.lora, decoder.init_params(architecture(), 0), adapters, prompt
+    return model.lora, decoder.init_params(architecture(dtype), 0), adapters, prompt
 
 
-def model(name):
-    return decoder.make_model(architecture(), lora=policy()[0], kernels=name)
+def model(name, dtype="bfloat16"):
+    return decoder.make_model(architecture(dtype), lora=policy(dtype)[0], kernels=name)
 
 
 @functools.cache
-def captured(name):
+def captured(name, dtype="bfloat16"):
     """The prefix state, and what the full layer selects for every token [S - 1, K], sorted."""
-    _, base, adapters, prompt = policy()
+    _, base, adapters, prompt = policy(dtype)
     kept = []
     state = capture.capture(
-        model(name), base, adapters, prompt[:-1], chunk=CHUNK, fingerprint=jnp.zeros((2,), jnp.uint32),
+        model(name, dtype), base, adapters, prompt[:-1], chunk=CHUNK, fingerprint=jnp.zeros((2,), jnp.uint32),
         record=("selections",), keep=lambda chosen: kept.append(np.asarray(chosen.selections[0][0, 0])),
     )  # fmt: skip
     return state, np.sort(np.concatenate(kept)[: PROMPT - 1], axis=-1)
@@ -116,6 +117,12 @@ def test_capture_selects_and_keeps_the_same():
     for layer in range(4):
         a, b = (np.asarray(x.latents[0][0, layer], np.float32) for x in (state, wanted))
         assert np.linalg.norm(a - b) <= RELATIVE_L2 * np.linalg.norm(b), layer
+
+
+def test_selections_are_identical_in_fp32():
+    """No kernel rounds what it is given: fp32 is the reference's, whatever is asked for."""
+    assert "hopper" not in kernels.implementations(model("auto", "float32")).values()
+    np.testing.assert_array_equal(captured("auto", "float32")[1], captured("reference", "float32")[1])
 
 
 def test_scores_agree_with_sampling_and_with_the_reference():

@@ -57,7 +57,7 @@ def load_job(config: ConfigDict) -> Job:
     every, mixes = [], []
     for name in config.order:
         fields = config.stages[name].to_dict()
-        shares = {share: fields.pop(share) for share in ("text", "pairs", "recall", "around")}
+        shares = {share: fields.pop(share) for share in ("text", "pairs", "recall", "around", "stretched")}
         every.append(stages.Stage(name, **fields))
         mixes.append(packed_rows.Mix(**config.mix.to_dict() | shares))
     lengths = tuple(config.evaluation.tokens)

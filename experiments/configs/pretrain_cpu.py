@@ -1,4 +1,4 @@
-"""A much smaller reader, of a needle and a look-alike in 256 tokens, for ten minutes of one CPU core."""
+"""A much smaller reader, of a needle and a look-alike in 192 tokens, for ten minutes of one CPU core."""
 
 import importlib.util
 import pathlib
@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
         v_head_dim=16,
         index_n_heads=4,
         index_head_dim=32,
-        index_topk=32,
+        index_topk=24,
         index_topk_pattern="FFFS",
         mlp_layer_types=["dense"] + ["sparse"] * 3,
         intermediate_size=96,
@@ -36,18 +36,19 @@ def get_config() -> ConfigDict:
         initializer_range=0.08,
     )
     config.mix.update(kinds=("needle",), digits=3, distractors=1, lines=6, turns=2, positions=4096)
-    config.order = ("drill", "recall", "short", "warmup", "sparse")
+    config.order = ("drill", "spread", "recall", "short", "warmup", "sparse")
     for name, steps, shares in (
-        ("drill", 1000, dict(text=0.0, pairs=0.8, recall=0.2, around=3)),
-        ("recall", 1500, dict(text=0.0, pairs=0.5, recall=0.5)),
-        ("short", 700, dict(text=0.0, pairs=0.1, recall=0.4)),
-        ("warmup", 100, dict(text=0.0, pairs=0.1, recall=0.4)),
-        ("sparse", 300, dict(text=0.0, pairs=0.1, recall=0.4)),
+        ("drill", 600, dict(pairs=0.8, recall=0.2)),
+        ("spread", 600, dict(pairs=0.7, recall=0.3)),
+        ("recall", 500, dict(pairs=0.4, recall=0.6, stretched=0.1)),
+        ("short", 500, dict(pairs=0.1, recall=0.4, stretched=0.1)),
+        ("warmup", 100, dict(pairs=0.1, recall=0.4, stretched=0.1)),
+        ("sparse", 300, dict(pairs=0.1, recall=0.4, stretched=0.1)),
     ):
-        config.stages[name].update(tokens=256, rows=6, steps=steps, seconds=0.0, remat=False, **shares)
-    config.stages.sparse.selected = 32
+        config.stages[name].update(tokens=192, rows=8, steps=steps, seconds=0.0, remat=False, text=0.0, **shares)
+    config.stages.sparse.selected = 24
     config.optimizer.update(learning_rate=1e-2, bias_rate=3e-3)
-    config.evaluation.update(tokens=(256,), questions=128, batch_tokens=6144)
+    config.evaluation.update(tokens=(192,), questions=128, batch_tokens=6144)
     config.report_every = 25
     config.goals.needle = 0.25  # a number at random is right once in 900 times
     return config

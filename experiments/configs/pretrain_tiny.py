@@ -65,15 +65,15 @@ def get_config() -> ConfigDict:
                 "lines": 8,  # of recall
                 "turns": 4,  # questions of a document
                 "answer_weight": 8.0,
-                "stretched": 0.3,
                 "positions": 65_536,
             },
-            "order": ("drill", "recall", "short", "medium", "warmup", "narrow", "sparse"),  # of the stages
+            "order": ("drill", "spread", "recall", "short", "medium", "warmup", "narrow", "sparse"),  # of the stages
             "stages": {
-                # Copying by a key, then which number is whose, then both in text: each is what the next is learned
-                # with. Many small steps: how soon either is found depends on their number, hardly on their size.
-                "drill": _stage(512, 32, 3000, 25.0, text=0.0, pairs=0.8, recall=0.2, around=3),
-                "recall": _stage(512, 32, 12_000, 80.0, text=0.1, pairs=0.2, recall=0.6),
+                # Copying by a key, then over more and more letters, then which number is whose in sentences, then in
+                # text: each is what the next is learned with. Many small steps in one program.
+                "drill": _stage(512, 32, 3000, 20.0, text=0.0, pairs=0.8, recall=0.2, around=0, stretched=0.0),
+                "spread": _stage(512, 32, 3000, 20.0, text=0.0, pairs=0.7, recall=0.3, around=8, stretched=0.0),
+                "recall": _stage(512, 32, 12_000, 70.0, text=0.1, pairs=0.2, recall=0.6),
                 "short": _stage(512, 32, 6000, 30.0, recall=0.25),
                 "medium": _stage(1024, 32, 6000, 50.0),
                 # The indexers alone learn from dense attention, the rest stands still.
@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
                 # An eighth of the keys. Short rows first: their steps are quick, and what reads must move to where
                 # an indexer can follow it.
                 "narrow": _stage(1024, 32, 3000, 50.0, selected=128, trained=both),
-                "sparse": _stage(4096, 8, 3000, 90.0, selected=512, trained=both, remat=True),
+                "sparse": _stage(4096, 8, 3000, 85.0, selected=512, trained=both, remat=True),
             },
             "optimizer": {
                 "kind": "muon",
@@ -107,7 +107,8 @@ def get_config() -> ConfigDict:
 def _stage(tokens: int, rows: int, steps: int, seconds: float, **fields) -> dict:
     """selected: 0 for dense attention. text, pairs, recall: shares of documents; the others are tasks.
 
-    around: letters around drawn pairs, in which a model finds them sooner the fewer they are.
+    around: most letters around pairs, which a model finds sooner the fewer they are.
     """
-    usual = dict(selected=0, trained=("trunk",), remat=False, text=0.2, pairs=0.05, recall=0.15, around=20)
+    usual = dict(selected=0, trained=("trunk",), remat=False)
+    usual |= dict(text=0.2, pairs=0.05, recall=0.15, around=20, stretched=0.3)
     return dict(tokens=tokens, rows=rows, steps=steps, seconds=seconds) | usual | fields

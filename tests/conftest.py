@@ -72,8 +72,8 @@ def byte_tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bpe_tokenizer(tmp_path_factory):
-    """A byte-level BPE tokenizer trained on Python's documentation, loaded from its tokenizer.json."""
+def bpe_folder(tmp_path_factory):
+    """A folder with a byte-level BPE tokenizer.json trained on Python's documentation."""
     folder = tmp_path_factory.mktemp("bpe")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,9 +85,18 @@ def bpe_tokenizer(tmp_path_factory):
         show_progress=False,
     )
     bpe.train_from_iterator([prompt.python_documentation_text(30_000)], trainer)
+    # Published files carry such settings; obeyed, they would cut prompts in silence.
+    bpe.enable_truncation(max_length=16)
+    bpe.enable_padding(length=32)
     bpe.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
-    return tokenizer_lib.load_tokenizer(folder)
+    eos = [bpe.token_to_id(token) for token in tokenizer_lib.GLM_EOS_TOKENS]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bpe_tokenizer(bpe_folder):
+    return tokenizer_lib.load_tokenizer(bpe_folder)
 
 
 @pytest.fixture(params=["byte", "bpe"])

@@ -1,6 +1,6 @@
 """The demo's parts: its model, its row, what it may delete and when it fails."""
 
-import importlib.util
+import importlib
 
 import pytest
 import tiny_jobs
@@ -13,28 +13,19 @@ from longstraw_jax.model import decoder
 demo = importlib.import_module("demo")  # from the folder that tiny_jobs puts on the path
 
 
-def demo_config():
-    spec = importlib.util.spec_from_file_location(
-        "demo_config", tiny_jobs.EXPERIMENTS / "configs" / "demo.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
-
-
 def test_the_model_has_every_kind_of_layer_and_fits_32_devices():
     config = model_config_from_hf(tiny_jobs.make_tiny_checkpoint.CONFIG)
     kinds = set(zip(config.indexer_types, config.mlp_layer_types, strict=True))
     assert config.num_hidden_layers >= 8
-    assert {"full", "shared"} == {indexer for indexer, _ in kinds} and {"dense", "sparse"} == {
-        mlp for _, mlp in kinds
-    }
-    assert config.index_topk * 100 < demo_config().data.prompt_tokens <= config.max_position_embeddings - 32
+    assert {"full", "shared"} == {indexer for indexer, _ in kinds} and {"dense", "sparse"} == {mlp for _, mlp in kinds}
+    assert (
+        config.index_topk * 100 < tiny_jobs.defaults("demo").data.prompt_tokens <= config.max_position_embeddings - 32
+    )
     decoder.make_model(config, mesh=sharding.make_mesh(32))
 
 
 def test_the_demo_is_what_it_says():
-    config = demo_config()
+    config = tiny_jobs.defaults("demo")
     assert config.mesh.devices == 32 and config.mesh.emulate and config.data.document == "python"
     assert config.data.prompt_tokens >= 16_384 and config.grpo.group == 8 and config.steps >= 20
     assert tiny_jobs.leaves(config).keys() == tiny_jobs.leaves(tiny_jobs.defaults()).keys()
@@ -51,7 +42,7 @@ def test_a_configuration_that_is_refused_leaves_the_earlier_demo(tmp_path):
     for made in (folder, tmp_path / "demo_inputs"):
         demo.make_anew(made)
         (made / "old").touch()
-    config = demo_config()
+    config = tiny_jobs.defaults("demo")
     config.mesh.devices, config.mesh.emulate, config.grpo.group = 1, False, 1
     config.data.document, config.data.prompt_tokens = "none", 0
     with pytest.raises(ValueError, match=r"^grpo.group=1; accepted: an integer of at least 2"):
@@ -71,9 +62,7 @@ def test_only_the_folder_of_a_demo_is_removed(tmp_path):
     demo.make_anew(folder)
     assert [path.name for path in folder.iterdir()] == [demo.MARK]
     (folder / demo.MARK).rename(folder / "config.json")  # as a run folder or a checkpoint has one
-    with pytest.raises(
-        ValueError, match="demo holds something else; accepted: a new folder or that of a demo"
-    ):
+    with pytest.raises(ValueError, match="demo holds something else; accepted: a new folder or that of a demo"):
         demo.make_anew(folder)
     assert (folder / "config.json").exists()
 

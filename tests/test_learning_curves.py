@@ -1,6 +1,5 @@
 """Held-out curves on the tiny checkpoint: a run, resumed and aggregated; the task's rule; what is refused."""
 
-import importlib.util
 import json
 import types
 
@@ -15,15 +14,8 @@ from longstraw_jax.io import data
 import learning_curves  # isort: skip
 
 
-def defaults(name: str = "learn_tiny") -> ConfigDict:
-    spec = importlib.util.spec_from_file_location(name, tiny_jobs.EXPERIMENTS / "configs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
-
-
 def config(**changes) -> ConfigDict:
-    made = defaults()
+    made = tiny_jobs.defaults("learn_tiny")
     made.job = tiny_jobs.config(**{"grpo.entropy_coef": 0.1})  # so that groups of equal rewards move the adapters too
     made.task.update(kinds=("needle",), tokens=230, positions=("early", "late"), distractors=0, low=0.0, high=1.0)
     made.held_out.update(rows=2, every=1)
@@ -143,11 +135,11 @@ def test_other_rows_under_the_same_name_are_refused(made, folder):
 
 
 def test_the_default_is_what_it_says():
-    made = defaults()
+    made = tiny_jobs.defaults("learn_tiny")
     assert tiny_jobs.leaves(made.job).keys() == tiny_jobs.leaves(tiny_jobs.defaults()).keys()
     assert made.job.steps == 100 and made.job.mesh.devices == 8 and made.job.grpo.group == 8
     assert made.task.tokens + made.job.grpo.max_new_tokens == 4096
     learning_curves.check(made, ["frozen", "detached", "exact"], [0, 1, 2])
-    small = defaults("learn_cpu")
+    small = tiny_jobs.defaults("learn_cpu")
     assert small.task.tokens + small.job.grpo.max_new_tokens == 192  # the small reader's positions
     learning_curves.check(small, ["frozen", "detached", "exact"], [0, 1, 2])

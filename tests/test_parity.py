@@ -30,15 +30,11 @@ MODEL = decoder.make_model(
     model_config_from_hf(ARCHITECTURE), lora=LoraConfig(tuple((name, 2, 4.0) for name in sorted(LORA_TARGETS)))
 )
 CONFIG = f"""
-import importlib.util
-
-spec = importlib.util.spec_from_file_location("parity_tiny", {str(EXPERIMENTS / "configs/parity_tiny.py")!r})
-parity_tiny = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(parity_tiny)
+import runpy
 
 
 def get_config():
-    config = parity_tiny.get_config()
+    config = runpy.run_path({str(EXPERIMENTS / "configs/parity_tiny.py")!r})["get_config"]()
     config.model.architecture = {ARCHITECTURE!r}
     config.mesh.devices = 8
     config.mesh.emulate = False  # the tests' own devices

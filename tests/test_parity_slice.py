@@ -1,7 +1,5 @@
 """The configuration of gradient parity on one GPU: the slice it means, ready for the command."""
 
-import importlib.util
-
 import tiny_jobs  # puts experiments/ on the path
 
 from longstraw_jax import job_config, lora
@@ -10,11 +8,7 @@ import gradient_parity  # isort: skip
 
 
 def test_the_slice_is_four_full_width_layers_with_adapters_everywhere():
-    path = tiny_jobs.EXPERIMENTS / "configs" / "parity_slice.py"
-    spec = importlib.util.spec_from_file_location("parity_slice", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = tiny_jobs.defaults("parity_slice")
     found = gradient_parity.load_architecture(config)
     assert (found.num_hidden_layers, found.hidden_size, found.n_routed_experts) == (4, 6144, 64)
     assert found.indexer_types == ("full", "shared", "shared", "shared") and found.dtype == "bfloat16"

@@ -13,29 +13,6 @@ from longstraw_jax.io.prompt import python_documentation_text
 TEXT = "Straße, 数学, 🙂 and\n\ttabs\0"
 
 
-@pytest.fixture(scope="module")
-def bpe_folder(tmp_path_factory):
-    """A folder with a byte-level BPE tokenizer.json trained on Python's documentation."""
-    folder = tmp_path_factory.mktemp("bpe")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=800,
-        special_tokens=list(tk.GLM_SPECIAL_TOKENS),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([python_documentation_text(50_000)], trainer)
-    # Published files carry such settings; obeyed, they would cut prompts in silence.
-    bpe.enable_truncation(max_length=16)
-    bpe.enable_padding(length=32)
-    bpe.save(str(folder / "tokenizer.json"))
-    eos = [bpe.token_to_id(token) for token in tk.GLM_EOS_TOKENS]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    return folder
-
-
 def test_bytes_and_special_tokens_keep_their_ids(tmp_path):
     tokenizer = tk.save_byte_tokenizer(tmp_path / "tiny")
     assert tokenizer.encode("A\xff") == [65, 0xC3, 0xBF]
@@ -82,7 +59,7 @@ def test_bpe_round_trip_and_settings(bpe_folder):
     assert len(tokenizer.encode("a")) == 1
     assert tokenizer.decode(ids) == "[gMASK]<sop><|user|>" + text
     assert tokenizer.decode(np.array(ids), skip_special=True) == text
-    assert tokenizer.vocab_size == 800
+    assert tokenizer.vocab_size == 600
     assert tokenizer.sha256 == hashlib.sha256((bpe_folder / "tokenizer.json").read_bytes()).hexdigest()
     assert tokenizer.name == f"tokenizer.json {bpe_folder.name}"
 

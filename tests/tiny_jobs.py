@@ -1,9 +1,9 @@
 """A tiny checkpoint, rows and configuration of the main job; equal shapes, so that all tests share its programs."""
 
 import functools
-import importlib.util
 import json
 import pathlib
+import runpy
 import sys
 import tempfile
 
@@ -26,12 +26,9 @@ RAW = make_tiny_checkpoint.CONFIG | {
 _FOLDER = tempfile.TemporaryDirectory(prefix="tiny_jobs_")
 
 
-def defaults() -> ConfigDict:
-    """A fresh copy of experiments/configs/grpo.py."""
-    spec = importlib.util.spec_from_file_location("grpo", EXPERIMENTS / "configs" / "grpo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
+def defaults(name: str = "grpo") -> ConfigDict:
+    """A fresh copy of a configuration in experiments/configs."""
+    return runpy.run_path(str(EXPERIMENTS / "configs" / f"{name}.py"))["get_config"]()
 
 
 @functools.cache

@@ -1,18 +1,16 @@
 """The demo: a tiny random model, 16,384 tokens of Python's documentation and a question, 32 emulated devices."""
 
-import importlib.util
 import pathlib
+import runpy
 
 from ml_collections import ConfigDict
 
-_SPEC = importlib.util.spec_from_file_location("grpo", pathlib.Path(__file__).with_name("grpo.py"))
-_GRPO = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_GRPO)
+_GRPO = runpy.run_path(str(pathlib.Path(__file__).with_name("grpo.py")))
 
 
 def get_config() -> ConfigDict:
     """Only what differs from grpo.py; demo.py fills in the checkpoint and the rows it makes."""
-    config = _GRPO.get_config()
+    config = _GRPO["get_config"]()
     config.steps = 20
     config.mesh.devices = 32
     config.mesh.emulate = True

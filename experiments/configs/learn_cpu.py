@@ -6,19 +6,17 @@ python experiments/learning_curves.py --config=experiments/configs/learn_cpu.py 
     --config.job.model.checkpoint=runs/small/checkpoint --out=runs/learning_small
 """
 
-import importlib.util
 import pathlib
+import runpy
 
 from ml_collections import ConfigDict
 
-_SPEC = importlib.util.spec_from_file_location("learn_tiny", pathlib.Path(__file__).with_name("learn_tiny.py"))
-_TINY = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_TINY)
+_TINY = runpy.run_path(str(pathlib.Path(__file__).with_name("learn_tiny.py")))
 
 
 def get_config() -> ConfigDict:
     """Only what differs from learn_tiny.py; the reader knows one kind of task, so that none is chosen."""
-    config = _TINY.get_config()
+    config = _TINY["get_config"]()
     config.job.mesh.devices = 1
     config.job.data.rows_per_step = 2
     config.job.grpo.max_new_tokens = 4

@@ -5,19 +5,17 @@ On one GPU at 65,536 positions (the reader met them as gaps in rows of 4,096 tok
   --config.job.capture.chunk=8192 --config.held_out.rows=96 --config.held_out.every=10
 """
 
-import importlib.util
 import pathlib
+import runpy
 
 from ml_collections import ConfigDict
 
-_SPEC = importlib.util.spec_from_file_location("grpo", pathlib.Path(__file__).with_name("grpo.py"))
-_GRPO = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_GRPO)
+_GRPO = runpy.run_path(str(pathlib.Path(__file__).with_name("grpo.py")))
 
 
 def get_config() -> ConfigDict:
     """`job` is the main job's; learning_curves.py sets its mode, seed, rows and checkpoints."""
-    job = _GRPO.get_config()
+    job = _GRPO["get_config"]()
     job.steps = 100
     job.mesh.devices, job.mesh.emulate = 8, True
     job.grpo.group = 8

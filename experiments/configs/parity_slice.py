@@ -11,27 +11,19 @@ their jnp specifications, slow ones; with 16 experts the weights take 20 GB:
     ... --tokens=8192 --config.model.architecture.dtype=float32 --config.model.architecture.n_routed_experts=16
 """
 
-import importlib.util
 import pathlib
+import runpy
 
 from ml_collections import ConfigDict
-
-
-def _load(path: pathlib.Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 _HERE = pathlib.Path(__file__).parent
 
 
 def get_config() -> ConfigDict:
     """grpo.py's fields, with the slice as model.architecture (config.json's keys)."""
-    config = _load(_HERE / "grpo.py").get_config()
-    slices = _load(_HERE.parent / "model_slice.py")
-    config.model.architecture = ConfigDict(slices.load(slices.ARCHITECTURE, 4, 64))
+    config = runpy.run_path(str(_HERE / "grpo.py"))["get_config"]()
+    slices = runpy.run_path(str(_HERE.parent / "model_slice.py"))
+    config.model.architecture = ConfigDict(slices["load"](slices["ARCHITECTURE"], 4, 64))
     config.mesh.devices = 1
     config.grpo.max_new_tokens = 64
     config.capture.chunk = 4096

@@ -1,25 +1,17 @@
 """Gradient parity of a tiny random model, like the demo's, on 32 emulated devices."""
 
-import importlib.util
 import pathlib
+import runpy
 
 from ml_collections import ConfigDict
-
-
-def _load(path: pathlib.Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 _HERE = pathlib.Path(__file__).parent
 
 
 def get_config() -> ConfigDict:
     """grpo.py's fields; with no model.checkpoint, model.architecture (config.json's keys) gets random weights."""
-    config = _load(_HERE / "grpo.py").get_config()
-    config.model.architecture = ConfigDict(_load(_HERE.parent / "make_tiny_checkpoint.py").CONFIG)
+    config = runpy.run_path(str(_HERE / "grpo.py"))["get_config"]()
+    config.model.architecture = ConfigDict(runpy.run_path(str(_HERE.parent / "make_tiny_checkpoint.py"))["CONFIG"])
     # With the demo's 4 heads one key in 16 scores exactly 0 after the relu; GLM-5.2 has 32 heads.
     config.model.architecture.index_n_heads = 16
     config.mesh.devices = 32

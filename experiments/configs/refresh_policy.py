@@ -1,18 +1,16 @@
 """The refresh experiment: documentation and a question, short responses, adapters on attention and head."""
 
-import importlib.util
 import pathlib
+import runpy
 
 from ml_collections import ConfigDict
 
-_SPEC = importlib.util.spec_from_file_location("grpo", pathlib.Path(__file__).with_name("grpo.py"))
-_GRPO = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_GRPO)
+_GRPO = runpy.run_path(str(pathlib.Path(__file__).with_name("grpo.py")))
 
 
 def get_config() -> ConfigDict:
     """Only what differs from grpo.py; refresh_policy.py sets the mode, the refresh policy and the prompt's length."""
-    config = _GRPO.get_config()
+    config = _GRPO["get_config"]()
     config.steps = 48  # of each policy
     config.data.document = "python"
     config.grpo.max_new_tokens = 32

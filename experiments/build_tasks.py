@@ -124,17 +124,29 @@ def main(argv: list[str]) -> None:
     print(f"train_grpo.py --config.data.paths='(\"{values.out}\",)'")
 
 
+def define_row_flags(seeds: int, when: str = "") -> None:
+    """The flags of `retrieval_rows`, but the checkpoint.
+
+    Args:
+      seeds: the default.
+      when: what they are for, before each one's own words.
+    """
+    flags.DEFINE_list("tokens", [], f"{when}Exact tokens of the prompts; several lengths may be named.")
+    flags.DEFINE_list("kinds", list(retrieval.KINDS), f"{when}Of {', '.join(retrieval.KINDS)}.")
+    flags.DEFINE_list(
+        "positions", ["early", "middle", "late"], f"{when}Early, middle, late, beyond, or depths, 0 to 1."
+    )
+    flags.DEFINE_integer("distractors", 8, f"{when}Look-alike lines in each prompt.")
+    flags.DEFINE_integer("digits", 4, f"{when}Digits of each number.")
+    flags.DEFINE_integer("seeds", seeds, f"{when}Rows for each length, kind and position.")
+    flags.DEFINE_integer("first_seed", 0, f"{when}The first seed; the others follow.")
+    flags.DEFINE_integer("native_window", 0, f"{when}Positions that `beyond` begins after; 0: those of config.json.")
+    flags.DEFINE_string("text", "python", f"{when}'python' for Python's documentation, or a folder of text files.")
+
+
 if __name__ == "__main__":
+    define_row_flags(seeds=1)
     flags.DEFINE_string("checkpoint", None, "Hugging Face folder with the tokenizer, chat template and config.json.")
-    flags.DEFINE_list("tokens", [], "Exact tokens of the prompts; several lengths may be named.")
-    flags.DEFINE_list("kinds", list(retrieval.KINDS), "Of " + ", ".join(retrieval.KINDS) + ".")
-    flags.DEFINE_list("positions", ["early", "middle", "late"], "Early, middle, late, beyond, or depths, 0 to 1.")
-    flags.DEFINE_integer("distractors", 8, "Look-alike lines in each prompt.")
-    flags.DEFINE_integer("digits", 4, "Digits of each number.")
-    flags.DEFINE_integer("seeds", 1, "Rows for each length, kind and position.")
-    flags.DEFINE_integer("first_seed", 0, "The first seed; the others follow.")
-    flags.DEFINE_integer("native_window", 0, "Positions that `beyond` begins after; 0: those of config.json.")
-    flags.DEFINE_string("text", "python", "'python' for Python's documentation, or a folder of text files.")
     flags.DEFINE_list("reasoning", [], "Instead: tasks of reasoning-gym as name:size.")
     flags.DEFINE_string("out", "runs/tasks/rows.jsonl", "File of the rows; the JSON beside it has their SHA-256.")
     app.run(main, flags_parser=parse_flags)

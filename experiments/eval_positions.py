@@ -38,7 +38,6 @@ from longstraw_jax.io import adapter, checkpoint, data
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.prefix import capture, freshness
 from longstraw_jax.rl import rewards
-from longstraw_jax.tasks import retrieval
 from longstraw_jax.tasks import rows as rows_lib
 from longstraw_jax.types import Params
 
@@ -325,16 +324,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer(
         "attended_bins", 0, "Parts of the longest prompts to count attention in: positions.npz; 0: none."
     )
-    flags.DEFINE_list("tokens", [], "New prompts: exact tokens; several lengths may be named.")
-    flags.DEFINE_integer("control_tokens", 0, "New prompts: tokens of the control in the native window; 0: none.")
-    flags.DEFINE_list("kinds", list(retrieval.KINDS), "New prompts: of " + ", ".join(retrieval.KINDS) + ".")
-    flags.DEFINE_list("positions", ["early", "middle", "late"], "New prompts: early, middle, late, beyond, or depths.")
-    flags.DEFINE_integer("distractors", 8, "New prompts: look-alike lines.")
-    flags.DEFINE_integer("digits", 4, "New prompts: digits of each number.")
-    flags.DEFINE_integer("seeds", 8, "New prompts: for each length, kind and position.")
-    flags.DEFINE_integer("first_seed", 0, "New prompts: the first seed.")
-    flags.DEFINE_integer("native_window", 0, "New prompts: positions that `beyond` begins after; 0: config.json's.")
-    flags.DEFINE_string(
-        "text", "python", "New prompts: 'python' for Python's documentation, or a folder of text files."
-    )
+    flags.DEFINE_integer("control_tokens", 0, "New prompts. Tokens of the control in the native window; 0: none.")
+    build_tasks.define_row_flags(seeds=8, when="New prompts. ")
+    flags.adopt_module_key_flags(build_tasks)  # so that --help tells them
     app.run(main, flags_parser=parse_flags)

@@ -36,7 +36,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from longstraw_jax import fingerprint, interrupt, rollout, train
-from longstraw_jax.command import fail, parse_flags
+from longstraw_jax.command import fail, parse_flags_alone
 from longstraw_jax.evidence import learning, position_eval, receipt, result_plots
 from longstraw_jax.io import checkpoint, metrics
 from longstraw_jax.io.run_lock import run_lock
@@ -326,12 +326,10 @@ def seeds_of(given: Sequence[str]) -> list[int]:
     return [int(text) for text in given]
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     values = flags.FLAGS
     out = pathlib.Path(values.out)
     try:
-        if len(argv) > 1:
-            raise ValueError(f"arguments {argv[1:]}; accepted: --config.field=value and the flags of --help")
         train_grpo.set_devices(values.config.job)
         with interrupt.caught_signals() as signalled:
             result = run(values.config, out, values.modes, seeds_of(values.seeds), signalled)
@@ -349,4 +347,4 @@ if __name__ == "__main__":
     flags.DEFINE_list("modes", list(rollout.MODES), "Prefix-gradient modes to run; none: aggregate what is there.")
     flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to run.")
     flags.DEFINE_string("out", "runs/learning", "Folder of the runs, the receipt, the table and the plot.")
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=parse_flags_alone)

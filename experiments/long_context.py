@@ -415,11 +415,9 @@ FLAGS = (
 )  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     values = flags.FLAGS
     try:
-        if len(argv) > 1:
-            raise ValueError(f"arguments {argv[1:]}; accepted: flags, see --help")
         run(values)
     except (ValueError, OSError, MemoryError) as error:
         command.fail(error)
@@ -443,4 +441,4 @@ if __name__ == "__main__":
     flags.DEFINE_boolean("over_plan", False, "Try what the plan's formula, which rounds up, finds too large.")
     flags.DEFINE_string("architecture", str(model_slice.ARCHITECTURE), "A Hugging Face config.json.")
     flags.DEFINE_string("workdir", "runs/long_context", "Folder of the receipt and of saved pages.")
-    app.run(main, flags_parser=command.parse_flags)
+    app.run(main, flags_parser=command.parse_flags_alone)

@@ -222,11 +222,9 @@ FLAGS = (
 )  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     values = flags.FLAGS
     try:
-        if len(argv) > 1:
-            raise ValueError(f"arguments {argv[1:]}; accepted: flags, see --help")
         run(values)
     except (ValueError, OSError) as error:
         command.fail(error)
@@ -249,4 +247,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seed", 0, "Seed of weights; the next ones draw the rest.", lower_bound=0)
     flags.DEFINE_string("architecture", str(model_slice.ARCHITECTURE), "A Hugging Face config.json.")
     flags.DEFINE_string("out", "runs/prefix_gradient", "Folder of the receipt and the plot.")
-    app.run(main, flags_parser=command.parse_flags)
+    app.run(main, flags_parser=command.parse_flags_alone)

@@ -378,11 +378,9 @@ def table(result: dict[str, Any]) -> str:
     return "".join(f"{part}: {LINES[part](row)}\n" for part in PARTS for row in result[part])
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
     values = flags.FLAGS
     try:
-        if len(argv) > 1:
-            raise ValueError(f"arguments {argv[1:]}; accepted: --config.field=value and the flags of --help")
         train_grpo.set_devices(values.config)
         run(values.config, values)
     except (ValueError, OSError) as error:
@@ -402,4 +400,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("eval_groups", 4, "Groups of responses of a final score.")
     flags.DEFINE_integer("frozen_steps", 64, "frozen: steps.")
     flags.DEFINE_string("out", "runs/refresh", "Folder of the receipt, the table and the plot.")
-    app.run(main, flags_parser=command.parse_flags)
+    app.run(main, flags_parser=command.parse_flags_alone)

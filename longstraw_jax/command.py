@@ -37,3 +37,11 @@ def parse_flags(argv: list[str]) -> list[str]:
             flag, found, _ = told.partition(f": {said}")
             told = f"{flag}; accepted: {accepted}" if found else told
         fail(told)
+
+
+def parse_flags_alone(argv: list[str]) -> list[str]:
+    """`parse_flags`, of a program that takes nothing but flags."""
+    left = parse_flags(argv)
+    if len(left) > 1:
+        fail(f"arguments {left[1:]}; accepted: flags alone, see --help")
+    return left

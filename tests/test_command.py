@@ -19,3 +19,34 @@ def test_a_flag_that_is_none_is_bad_input(capsys):
         command.parse_flags(["program", "--no_such_flag_is_defined=1"])
     assert exit.value.code == 2 and "no_such_flag_is_defined" in capsys.readouterr().err
     flags.FLAGS.unparse_flags()
+
+
+@pytest.fixture
+def flags_of_a_program(monkeypatch):
+    """The flags that programs define, in a set of their own."""
+    mine = flags.FlagValues()
+    flags.DEFINE_integer("steps", 1, "", flag_values=mine)
+    flags.DEFINE_float("rate", 1.0, "", flag_values=mine)
+    flags.DEFINE_boolean("resume", False, "", flag_values=mine)
+    monkeypatch.setattr(flags, "FLAGS", mine)
+    return mine
+
+
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("--steps=two", "flag --steps=two; accepted: an integer"),
+        ("--steps=1e9", "flag --steps=1e9; accepted: an integer"),
+        ("--rate=low", "flag --rate=low; accepted: a number"),
+        ("--resume=maybe", "flag --resume=maybe; accepted: true or false"),
+        ("more", "arguments ['more']; accepted: flags alone, see --help"),
+    ],
+)
+def test_a_value_of_another_type_says_what_is_accepted(flags_of_a_program, argument, said, capsys):
+    with pytest.raises(SystemExit) as exit:
+        command.parse_flags_alone(["program", argument])
+    assert exit.value.code == 2 and capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_flags_alone_are_parsed(flags_of_a_program):
+    assert command.parse_flags_alone(["program", "--steps=2"]) == ["program"] and flags_of_a_program.steps == 2

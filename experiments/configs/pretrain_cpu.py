@@ -38,9 +38,9 @@ def get_config() -> ConfigDict:
     config.mix.update(kinds=("needle",), digits=3, distractors=1, lines=6, turns=2, positions=4096)
     config.order = ("drill", "spread", "recall", "short", "warmup", "sparse")
     for name, steps, shares in (
-        ("drill", 600, dict(pairs=0.8, recall=0.2)),
-        ("spread", 600, dict(pairs=0.7, recall=0.3)),
-        ("recall", 500, dict(pairs=0.4, recall=0.6, stretched=0.1)),
+        ("drill", 1000, dict(pairs=0.8, recall=0.2)),
+        ("spread", 700, dict(pairs=0.8, recall=0.2)),
+        ("recall", 500, dict(pairs=0.3, recall=0.7, stretched=0.0)),
         ("short", 500, dict(pairs=0.1, recall=0.4, stretched=0.1)),
         ("warmup", 100, dict(pairs=0.1, recall=0.4, stretched=0.1)),
         ("sparse", 300, dict(pairs=0.1, recall=0.4, stretched=0.1)),

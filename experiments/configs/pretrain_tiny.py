@@ -71,11 +71,11 @@ def get_config() -> ConfigDict:
             "stages": {
                 # Copying by a key, then over more and more letters, then which number is whose in sentences, then in
                 # text: each is what the next is learned with. Many small steps in one program.
-                "drill": _stage(512, 32, 3000, 20.0, text=0.0, pairs=0.8, recall=0.2, around=0, stretched=0.0),
-                "spread": _stage(512, 32, 3000, 20.0, text=0.0, pairs=0.7, recall=0.3, around=8, stretched=0.0),
-                "recall": _stage(512, 32, 12_000, 70.0, text=0.1, pairs=0.2, recall=0.6),
-                "short": _stage(512, 32, 6000, 30.0, recall=0.25),
-                "medium": _stage(1024, 32, 6000, 50.0),
+                "drill": _stage(512, 32, 4000, 35.0, text=0.0, pairs=0.8, recall=0.2, around=2, stretched=0.0),
+                "spread": _stage(512, 32, 4000, 25.0, text=0.0, pairs=0.7, recall=0.3, around=8, stretched=0.0),
+                "recall": _stage(512, 32, 12_000, 60.0, text=0.1, pairs=0.2, recall=0.6),
+                "short": _stage(512, 32, 6000, 25.0, recall=0.25),
+                "medium": _stage(1024, 32, 6000, 45.0),
                 # The indexers alone learn from dense attention, the rest stands still.
                 "warmup": _stage(1024, 32, 3000, 25.0, trained=("indexer",)),
                 # An eighth of the keys. Short rows first: their steps are quick, and what reads must move to where

@@ -1,5 +1,6 @@
 """The command: a tiny model compiled for 32 emulated devices, bad input in one line, and a full-size chunk (aot)."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -7,9 +8,11 @@ import re
 import subprocess
 import sys
 
+import jax
 import matplotlib.image
 import pytest
 from absl import flags
+from jax.experimental import topologies
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
@@ -78,10 +81,19 @@ def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
     assert "accepted: pip install 'longstraw_jax[tpu]'" in capsys.readouterr().err
 
 
-def compiled_for_tpus(programs: str, folder: pathlib.Path, *flags: str) -> dict:
+def test_without_the_cuda_plugin_the_extra_is_named(capsys, monkeypatch):
+    def absent(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", absent)
+    assert run("--topology=cuda:4x8x1", "--tokens=2097152") == 2
+    assert "accepted: pip install 'longstraw_jax[cuda]'" in capsys.readouterr().err
+
+
+def compiled_for(topology: str, programs: str, folder: pathlib.Path, *flags: str) -> dict:
     """The programs' reports, by a process of its own, whose compiler sees no flags of this one."""
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command = [sys.executable, EXPERIMENTS / "compile_plan.py", "--topology=tpu:v5p:4x4x2", *flags]
+    command = [sys.executable, EXPERIMENTS / "compile_plan.py", f"--topology={topology}", *flags]
     command += [f"--programs={programs}", f"--out={folder}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -91,15 +103,27 @@ def compiled_for_tpus(programs: str, folder: pathlib.Path, *flags: str) -> dict:
 @pytest.mark.aot
 def test_a_full_size_capture_chunk_compiles_for_32_tpus(tmp_path):
     """GLM-5.2 at 2,097,152 tokens; the pools that the chunk returns are those it was given."""
-    found = compiled_for_tpus("capture", tmp_path, "--config=glm52", "--tokens=2097152")["capture"]
+    found = compiled_for("tpu:v5p:4x4x2", "capture", tmp_path, "--config=glm52", "--tokens=2097152")["capture"]
     assert found["fits"] and 46e9 < found["bytes"]["base weights"] < 47e9 and found["bytes"]["outputs"] < 1e6
     # Five minutes of two cores, however busy these are with something else.
     assert found["seconds"]["compile_cpu"] < 600 and found["compiler_memory_bytes"] < 16e9
 
 
 @pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the cuda extra")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernels need JAX 0.11")
+def test_a_full_size_chunk_and_decode_compile_for_32_gpus(tmp_path):
+    """Through the Hopper kernels, on a machine without a GPU; no layer's experts or latents are copied for them."""
+    found = compiled_for("cuda:4x8x1", "capture,sample 2", tmp_path, "--config=glm52", "--tokens=2097152")
+    assert set(json.loads((tmp_path / "plan.json").read_text())["kernels"].values()) == {"hopper", "xla"}
+    assert all(report["fits"] and report["seconds"]["compile_cpu"] < 600 for report in found.values())
+    # Of a device, one layer's three expert matrices are 0.6 GB and its latents 0.08; a copied group is four of each.
+    assert found["sample 2"]["bytes"]["temporaries"] < 1.6e9
+
+
+@pytest.mark.aot
 def test_pages_in_host_memory_compile_for_32_tpus(tmp_path):
     """A chunk, whose pages are written there, and scores, which stage a layer at a time inside of nested loops."""
     tiny = [flag for flag in TINY if not flag.startswith("--topology")]
-    done = compiled_for_tpus("capture,score", tmp_path, *tiny, "--prefix_store=host")
+    done = compiled_for("tpu:v5p:4x4x2", "capture,score", tmp_path, *tiny, "--prefix_store=host")
     assert list(done) == ["capture", "score"] and all(found["fits"] and found["host_bytes"] for found in done.values())

@@ -28,7 +28,7 @@ from absl import app, flags
 
 from longstraw_jax import command, exact_gradient, lora, replay, rollout, train
 from longstraw_jax import config as config_lib
-from longstraw_jax.evidence import kernels, memory, parity, receipt
+from longstraw_jax.evidence import comparison, kernels, memory, parity, receipt
 from longstraw_jax.io import adapter, hf_checkpoint
 from longstraw_jax.io.whole_file import open_whole, write_whole
 from longstraw_jax.model import decoder
@@ -196,7 +196,7 @@ def agreement(folder: pathlib.Path) -> dict[str, Any]:
     kinds = {name: _module(name) for name in ours}
     logp = np.asarray(json.loads((folder / OURS).read_text())["logprobs"])
     apart = np.abs(logp - peer["logprobs"])
-    found = parity.compare(ours, theirs, kinds)
+    found = comparison.compare(ours, theirs, kinds)
     return {
         "logprobs": {"largest_difference": float(apart.max()), "mean_difference": float(apart.mean())},
         "gradient": found,

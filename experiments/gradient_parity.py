@@ -26,7 +26,7 @@ from ml_collections import ConfigDict, config_flags
 from longstraw_jax import config as config_lib
 from longstraw_jax import fingerprint, job_config, lora, rollout, sharding, train
 from longstraw_jax.command import parse_flags
-from longstraw_jax.evidence import flips, parity, receipt
+from longstraw_jax.evidence import comparison, flips, parity, receipt
 from longstraw_jax.io import hf_checkpoint
 from longstraw_jax.io.whole_file import write_whole
 from longstraw_jax.model import decoder
@@ -102,7 +102,7 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
     wide, single = load_sides(config, architecture, adapters)
     rng = np.random.default_rng(config.seed + PROMPT_SEED)
     prompt, *responses = (rng.integers(0, architecture.vocab_size, n, np.int32) for n in (tokens, *lengths))
-    tolerance = parity.TOLERANCES[architecture.dtype]
+    tolerance = comparison.TOLERANCES[architecture.dtype]
     measured, flipped, problems, seconds, policies = {}, {}, [], {}, {}
     for mode in modes:
         started = time.perf_counter()
@@ -115,9 +115,9 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
             measured[mode] = parity.measure_mode(mode, *args)
         flipped[mode] = policies[acts].flipped
         seconds[mode] = round(time.perf_counter() - started, 2)
-        problems += [f"{mode} {line}" for line in parity.choice_problems(flipped[mode], tolerance)]
+        problems += [f"{mode} {line}" for line in comparison.choice_problems(flipped[mode], tolerance)]
         for case, figures in measured[mode].items():
-            problems += [f"{mode} {case}: {line}" for line in parity.case_problems(case, figures, tolerance)]
+            problems += [f"{mode} {case}: {line}" for line in comparison.case_problems(case, figures, tolerance)]
     device = jax.devices()[0]
     return {
         "claim": "gradient",

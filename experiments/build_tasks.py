@@ -46,10 +46,12 @@ def position_of(text: str) -> str | float:
     if text in rows_lib.POSITIONS:
         return text
     try:
-        return float(text)
+        depth = float(text)
     except ValueError:
-        accepted = f"{', '.join(rows_lib.POSITIONS)}, or a depth from 0 to 1"
-        raise ValueError(f"positions={text!r}; accepted: {accepted}") from None
+        depth = -1.0
+    if not 0 <= depth <= 1:
+        raise ValueError(f"positions={text!r}; accepted: {', '.join(rows_lib.POSITIONS)}, or a depth from 0 to 1")
+    return depth
 
 
 def retrieval_rows(values: flags.FlagValues) -> list[dict[str, Any]]:

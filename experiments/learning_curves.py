@@ -35,12 +35,13 @@ import train_grpo
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from longstraw_jax import fingerprint, interrupt, rollout, train
+from longstraw_jax import fingerprint, interrupt, job_config, rollout, train
 from longstraw_jax.command import fail, parse_flags_alone
 from longstraw_jax.evidence import learning, position_eval, receipt, result_plots
 from longstraw_jax.io import checkpoint, metrics
 from longstraw_jax.io.run_lock import run_lock
 from longstraw_jax.io.whole_file import write_whole
+from longstraw_jax.tasks import retrieval
 from longstraw_jax.types import Params
 
 HERE = pathlib.Path(__file__).parent
@@ -66,6 +67,25 @@ def check(config: ConfigDict, modes: Sequence[str], seeds: Sequence[int]) -> Non
         raise ValueError(f"task.low={task.low}, task.high={task.high}; accepted: 0 <= low < high <= 1")
     if not task.kind and not task.kinds:
         raise ValueError("task.kinds=(); accepted: at least one, or task.kind")
+    if not -1 <= wanted.goal <= 1:
+        raise ValueError(f"held_out.goal={wanted.goal}; accepted: a rise in accuracy, -1 to 1")
+    try:
+        for kind in [task.kind] if task.kind else task.kinds:
+            retrieval.make(kind, 0, distractors=task.distractors, digits=task.digits)
+        for position in task.positions:
+            build_tasks.position_of(position)
+    except ValueError as error:
+        raise ValueError(f"task.{error}") from error
+
+
+def check_job(config: ConfigDict, modes: Sequence[str]) -> None:
+    """Raises ValueError for what the job cannot be in one of the modes, before rows, choice or answers are written."""
+    if problems := job_config.value_problems(config.job):
+        raise ValueError("; ".join(problems))
+    tokens, response = config.task.tokens, config.job.grpo.max_new_tokens
+    job_config.architecture(config.job).check_length(tokens + response, "task.tokens plus grpo.max_new_tokens")
+    for mode in modes:
+        job_config.policy_config(job_of(config, pathlib.Path("rows.jsonl"), mode, 0), (0,), tokens)
 
 
 def write_rows(config: ConfigDict, path: pathlib.Path, kind: str, rows: int, first_seed: int) -> pathlib.Path:
@@ -310,6 +330,7 @@ def run(
       Interrupted: a signal came; the same call goes on from where this one was.
     """
     check(config, modes, seeds)
+    check_job(config, modes)
     choice, held_out = prepare(config, out, lambda: interrupt.check(signalled))
     result = None
     for seed in seeds:

@@ -46,8 +46,12 @@ def sliced(raw: dict[str, Any], layers: int, experts: int) -> dict[str, Any]:
 
 
 def load(path: str | pathlib.Path, layers: int, experts: int) -> dict[str, Any]:
-    """`sliced` of a config.json. Raises OSError and ValueError."""
-    return sliced(json.loads(pathlib.Path(path).read_text()), layers, experts)
+    """`sliced` of a config.json. Raises ValueError."""
+    try:
+        raw = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--architecture={path}: {error}; accepted: a Hugging Face config.json") from error
+    return sliced(raw, layers, experts)
 
 
 def model_config(raw: dict[str, Any], positions: int) -> config_lib.ModelConfig:

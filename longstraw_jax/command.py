@@ -1,5 +1,6 @@
 """Command lines: bad input is one line on stderr and exit code 2."""
 
+import logging
 import sys
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ def fail(error: Exception | str) -> NoReturn:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """absl's parsing with the exit code of bad input: an unknown field or a value of the wrong type."""
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it tells each backend that is not there
     try:
         return flags.FLAGS(argv)
     except (AttributeError, KeyError) as error:  # holds the one name that the configuration lacks

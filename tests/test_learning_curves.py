@@ -121,6 +121,15 @@ def test_the_task_is_the_one_with_signal_and_room(shares, kind, tmp_path, monkey
         ({"held_out.every": 3}, [], [], "held_out.every=3; accepted: a divisor of job.steps=2"),
         ({"task.low": 1.0}, [], [], "task.low=1.0, task.high=1.0; accepted: 0 <= low < high"),
         ({"task.kinds": ()}, [], [], r"task.kinds=\(\); accepted"),
+        ({"task.kind": "haystack"}, [], [], "task.kind='haystack'; accepted: needle, "),
+        ({"task.kinds": ("needle", "hay")}, [], [], "task.kind='hay'; accepted: needle, "),
+        ({"task.digits": 0}, [], [], "task.digits=0; accepted: "),
+        ({"task.positions": ("early", "1.5")}, [], [], "task.positions='1.5'; accepted: early, .* a depth from 0 to 1"),
+        ({"task.tokens": 5000, "task.kind": "needle"}, [], [], "task.tokens plus grpo.max_new_tokens of 5008 tokens"),
+        ({"held_out.goal": float("nan")}, [], [], "held_out.goal=nan; accepted: a rise in accuracy"),
+        ({"job.grpo.slots": -1}, ["frozen"], [0], "grpo.slots=-1; accepted: at least 0"),
+        ({"job.refresh.policy": "drift"}, ["detached", "exact"], [0], "refresh.policy='drift' with mode='exact'"),
+        ({"job.checkpoint.every": 0}, [], [], "checkpoint.every=0; accepted: at least 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, modes, seeds, said, tmp_path):

@@ -88,6 +88,15 @@ def reasoning_rows(values: flags.FlagValues) -> list[dict[str, Any]]:
     return made
 
 
+def write_rows(path: pathlib.Path, rows: list[dict[str, Any]], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Writes the JSON beside the rows, which it returns, and then the rows, so that there are none without it."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8")
+    record = {"rows": len(rows), "sha256": hashlib.sha256(text).hexdigest(), "parameters": parameters}
+    write_whole(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode("utf-8"))
+    write_whole(path, text)
+    return record
+
+
 def build(values: flags.FlagValues) -> dict[str, Any]:
     """Writes the files of parsed flags; returns what the JSON file holds.
 
@@ -103,15 +112,7 @@ def build(values: flags.FlagValues) -> dict[str, Any]:
         raise ValueError(
             f"kinds={values.kinds}, positions={values.positions} make no rows; accepted: at least 1 of each"
         )
-    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made).encode("utf-8")
-    record = {
-        "rows": len(made),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "parameters": {name: getattr(values, name) for name in PARAMETERS},
-    }
-    write_whole(out, data)
-    write_whole(out.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode("utf-8"))
-    return record
+    return write_rows(out, made, {name: getattr(values, name) for name in PARAMETERS})
 
 
 def main(argv: list[str]) -> None:

@@ -14,7 +14,6 @@ An evaluation that was stopped goes on after its last prompt. Exit status 2 on b
 
 import argparse
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import pathlib
@@ -73,11 +72,7 @@ def freeze_prompts(path: pathlib.Path, checkpoint_dir: str, values: Any) -> None
         raise ValueError(
             f"kinds={values.kinds}, positions={values.positions} make no rows; accepted: at least 1 of each"
         )
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made).encode("utf-8")
-    record = {"rows": len(made), "sha256": hashlib.sha256(text).hexdigest(), "parameters": given}
-    # The prompts last: what a kill leaves without them is written again.
-    write_whole(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode("utf-8"))
-    write_whole(path, text)
+    build_tasks.write_rows(path, made, given)
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:

@@ -20,7 +20,6 @@ OUT/learning_curves.json, .txt and .png after each run. Exit status 2 on bad inp
 """
 
 import argparse
-import hashlib
 import json
 import pathlib
 import platform
@@ -108,10 +107,7 @@ def write_rows(config: ConfigDict, path: pathlib.Path, kind: str, rows: int, fir
             made += build_tasks.retrieval_rows(argparse.Namespace(**given))
         for index, row in enumerate(made):
             row["extra_info"]["index"] = index
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made).encode()
-        told = {"rows": len(made), "sha256": hashlib.sha256(text).hexdigest(), "parameters": parameters}
-        write_whole(path, text)
-        write_whole(record, (json.dumps(told, indent=2) + "\n").encode())
+        build_tasks.write_rows(path, made, parameters)
     found = json.loads(record.read_text())
     if found["parameters"] != parameters or found["sha256"] != fingerprint.sha256_file(path):
         raise ValueError(f"{path} holds other rows than {parameters}; accepted: another --out, or that file removed")

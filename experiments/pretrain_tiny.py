@@ -91,6 +91,14 @@ def rates_of(config: ConfigDict, every: tuple[stages.Stage, ...], number: int, s
     return found
 
 
+def time_left(every: tuple[stages.Stage, ...], number: int, spent: float) -> stages.Stage:
+    """Stage `number` with its part of the seconds that are left: what is mastered early gives its time to the later."""
+    planned = sum(stage.seconds for stage in every)
+    to_come = sum(stage.seconds for stage in every[number:])
+    seconds = every[number].seconds * max(0.0, planned - spent) / to_come if to_come else 0.0
+    return dataclasses.replace(every[number], seconds=seconds)
+
+
 def evaluate(config: ConfigDict, job: Job, base: Params, held_out: corpus.Text, frame, tokens) -> dict[str, Any]:
     """Held-out loss, answers by kind and length, selection quality: all with the selection that is served.
 
@@ -168,7 +176,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         state = step_lib.init_state(job.model, job.optimizer, config.seed)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
         print(f"{parameters:,} parameters, {training.ids.size:,} tokens of text, {held_out.ids.size:,} held out")
-        done, programs = [], step_lib.update._cache_size()
+        done, level, programs = [], 0, step_lib.update._cache_size()
         with open(workdir / "steps.jsonl", "w") as log:
 
             def report(record):
@@ -176,24 +184,31 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
                 log.flush()
                 print(line(record), flush=True)
 
-            for number, stage in enumerate(job.stages):
+            for number, (stage, mix) in enumerate(zip(job.stages, job.mixes, strict=True)):
                 model = dataclasses.replace(job.model, remat=stage.remat)
                 static = step_lib.Stage(stage.selected or None, stage.trained, config.optimizer.bias_rate)
 
-                def make(i, number=number, stage=stage):
-                    seed = (config.seed, number, i)
-                    return packed_rows.training_batch(
-                        training, frame, tokens, job.mixes[number], stage.rows, stage.tokens, seed
-                    )
+                def make(i, level, number=number, stage=stage, mix=mix):
+                    seed, mix = (config.seed, number, i), dataclasses.replace(mix, around=level)
+                    return packed_rows.training_batch(training, frame, tokens, mix, stage.rows, stage.tokens, seed)
 
                 def advance(state, batch, share, number=number, model=model, static=static):
                     rates = rates_of(config, job.stages, number, share)
                     return step_lib.update(model, job.optimizer, static, state, batch, rates)
 
-                state, record = stages.run(stage, state, make, advance, every=config.report_every, report=report)
+                state, record = stages.run(
+                    time_left(job.stages, number, sum(earlier["seconds"] for earlier in done)),
+                    *(state, make, advance),
+                    every=config.report_every,
+                    report=report,
+                    level=min(level, mix.around),
+                    hardest=mix.around,
+                )
+                level = record["level"]
                 done.append(record)
                 print(f"{stage.name}: {record['steps']} steps, {record['tokens_per_second']:,.0f} tokens/s, "
-                      f"{record['compile_seconds']:.0f} s to compile", flush=True)  # fmt: skip
+                      f"{record['compile_seconds']:.0f} s to compile, level {level} of {mix.around}"
+                      f"{', mastered' if record['mastered'] else ''}", flush=True)  # fmt: skip
         base = step_lib.served(job.model, state.params)
         raw = config.model.to_dict() | {"eos_token_id": list(tokens.eos_ids)}
         hf_checkpoint.save(workdir / "checkpoint", raw, base, extra_files=sorted(texts.iterdir()))

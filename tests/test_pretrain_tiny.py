@@ -28,6 +28,7 @@ def small():
     for name, steps in (("medium", 4), ("sparse", 12)):
         stage = dict(tokens=LENGTH, rows=2, steps=steps, seconds=0.0, selected=24, trained=("trunk", "indexer"))
         config.stages[name].update(stage | dict(remat=False, text=0.3, pairs=0.1, recall=0.2))
+    config.stages.medium.mastered = 1.0
     config.mix.update(kinds=("needle",), distractors=1, positions=1000)
     config.evaluation.update(tokens=(LENGTH,), questions=4, batch_tokens=2 * LENGTH)
     config.report_every = 4
@@ -48,6 +49,8 @@ def test_a_run_learns_and_says_what_it_did(ran):
         ("medium", 4, 4 * 2 * LENGTH), ("sparse", 12, 12 * 2 * LENGTH)
     ]  # fmt: skip
     assert result["programs"] == 1
+    # The first stage's pairs have no letters around them until it is mastered; the second begins with the most.
+    assert [(s["level"], s["mastered"]) for s in result["stages"]] == [(0, False), (20, False)]
     log = [json.loads(text) for text in (folder / "steps.jsonl").read_text().splitlines()]
     assert [(r["stage"], r["step"]) for r in log] == [("medium", 4)] + [("sparse", n) for n in (4, 8, 12)]
     assert log[-1]["language"] < log[0]["language"] - 0.5
@@ -100,6 +103,7 @@ def test_the_defaults_are_a_model_of_the_stated_size():
         ({"stages.sparse.selected": 5000}, "stages.sparse.selected=5000; accepted: 0"),
         ({"optimizer.kind": "sgd"}, "optimizer.kind='sgd'; accepted"),
         ({"mix.turns": 0}, "mix.turns=0; accepted: 1 or more"),
+        ({"stages.drill.mastered": -0.1}, r"stages.drill.mastered=-0.1; accepted: 0 \(no levels\) to 1"),
         ({"mix.positions": 70_000}, "mix.positions=70000; accepted: at most model.max_position_embeddings=65536"),
         ({"model.max_position_embeddings": 2048}, "a row of 4096 tokens exceeds"),
     ],
@@ -121,3 +125,15 @@ def test_rates_follow_the_stages_that_train_a_part():
     assert at(warmup, 0.0)["indexer"] == np.float32(config.optimizer.indexer_rate)
     assert last["trunk"] == pytest.approx(config.optimizer.learning_rate * config.optimizer.final)
     assert last["indexer"] == pytest.approx(config.optimizer.indexer_rate * config.optimizer.final)
+
+
+def test_time_that_a_stage_leaves_goes_to_the_later_ones():
+    every = pretrain_tiny.load_job(defaults.get_config()).stages
+    assert pretrain_tiny.time_left(every, 0, 0.0) == every[0]
+    spared = every[0].seconds - 20.0
+    later = [pretrain_tiny.time_left(every, 1, 20.0).seconds]
+    later.append(pretrain_tiny.time_left(every, 2, 20.0 + later[0]).seconds)
+    planned = sum(stage.seconds for stage in every[1:])
+    np.testing.assert_allclose(later, [stage.seconds * (1 + spared / planned) for stage in every[1:3]])
+    endless = (pretrain_tiny.dataclasses.replace(every[0], seconds=0.0),)
+    assert pretrain_tiny.time_left(endless, 0, 0.0).seconds == 0.0

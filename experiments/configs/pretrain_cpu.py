@@ -36,11 +36,10 @@ def get_config() -> ConfigDict:
         initializer_range=0.08,
     )
     config.mix.update(kinds=("needle",), digits=3, distractors=1, lines=6, turns=2, positions=4096)
-    config.order = ("drill", "spread", "recall", "short", "warmup", "sparse")
+    config.order = ("drill", "recall", "short", "warmup", "sparse")
     for name, steps, shares in (
-        ("drill", 1000, dict(pairs=0.8, recall=0.2)),
-        ("spread", 700, dict(pairs=0.8, recall=0.2)),
-        ("recall", 500, dict(pairs=0.3, recall=0.7, stretched=0.0)),
+        ("drill", 2000, dict(pairs=0.8, recall=0.2)),
+        ("recall", 800, dict(pairs=0.3, recall=0.7, stretched=0.0)),
         ("short", 500, dict(pairs=0.1, recall=0.4, stretched=0.1)),
         ("warmup", 100, dict(pairs=0.1, recall=0.4, stretched=0.1)),
         ("sparse", 300, dict(pairs=0.1, recall=0.4, stretched=0.1)),

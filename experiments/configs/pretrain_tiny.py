@@ -49,8 +49,9 @@ MODEL = {
 
 
 def get_config() -> ConfigDict:
-    """Every field. A stage ends after its steps, or its seconds (0: no limit) if they are sooner over.
+    """Every field. A stage ends after its steps, its seconds (0: no limit) or once mastered, whichever is first.
 
+    What a stage leaves of its seconds goes to the later ones in proportion to theirs.
     Stages of one shape, selection and trained parts are one program, which compiles once.
     """
     both = ("trunk", "indexer")
@@ -67,13 +68,12 @@ def get_config() -> ConfigDict:
                 "answer_weight": 8.0,
                 "positions": 65_536,
             },
-            "order": ("drill", "spread", "recall", "short", "medium", "warmup", "narrow", "sparse"),  # of the stages
+            "order": ("drill", "recall", "short", "medium", "warmup", "narrow", "sparse"),  # of the stages
             "stages": {
-                # Copying by a key, then over more and more letters, then which number is whose in sentences, then in
-                # text: each is what the next is learned with. Many small steps in one program.
-                "drill": _stage(512, 32, 4000, 35.0, text=0.0, pairs=0.8, recall=0.2, around=2, stretched=0.0),
-                "spread": _stage(512, 32, 4000, 25.0, text=0.0, pairs=0.7, recall=0.3, around=8, stretched=0.0),
-                "recall": _stage(512, 32, 12_000, 60.0, text=0.1, pairs=0.2, recall=0.6),
+                # Copying by a key, over more and more letters as it is mastered, then which number is whose in
+                # sentences, then in text: each is what the next is learned with. Many small steps in one program.
+                "drill": _stage(512, 32, 8000, 60.0, text=0.0, pairs=0.8, recall=0.2, stretched=0.0, mastered=0.8),
+                "recall": _stage(512, 32, 12_000, 60.0, text=0.1, pairs=0.2, recall=0.6, mastered=0.9),
                 "short": _stage(512, 32, 6000, 25.0, recall=0.25),
                 "medium": _stage(1024, 32, 6000, 45.0),
                 # The indexers alone learn from dense attention, the rest stands still.
@@ -99,7 +99,7 @@ def get_config() -> ConfigDict:
                 "batch_tokens": 65_536,
             },
             "goals": {"selection": 0.9, "over_random": 0.2, "needle": 0.5},
-            "report_every": 50,
+            "report_every": 25,  # also when a level may rise
         }
     )
 
@@ -107,8 +107,9 @@ def get_config() -> ConfigDict:
 def _stage(tokens: int, rows: int, steps: int, seconds: float, **fields) -> dict:
     """selected: 0 for dense attention. text, pairs, recall: shares of documents; the others are tasks.
 
-    around: most letters around pairs, which a model finds sooner the fewer they are.
+    mastered: share of answers' first tokens right at which the letters around pairs grow, from 0 or where the stage
+      before ended, and after the most, `around`, the stage ends; 0 for the most throughout.
     """
-    usual = dict(selected=0, trained=("trunk",), remat=False)
+    usual = dict(selected=0, trained=("trunk",), mastered=0.0, remat=False)
     usual |= dict(text=0.2, pairs=0.05, recall=0.15, around=20, stretched=0.3)
     return dict(tokens=tokens, rows=rows, steps=steps, seconds=seconds) | usual | fields

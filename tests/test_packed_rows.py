@@ -1,5 +1,6 @@
 """Rows to train on: exact lengths, whose tokens are answers, what a token predicts, and the same bytes for a seed."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -194,3 +195,17 @@ def test_pairs_are_said_again(byte_tokenizer):
         np.testing.assert_array_equal(made.answer[said:], digits[said:])
         np.testing.assert_array_equal(made.weight[said:], np.where(digits[said:], MIX.answer_weight, 1.0))
     assert min(around) < 12 and max(around) > 25
+
+
+def test_keys_of_pairs_grow_with_the_letters_around_them(byte_tokenizer):
+    """Without letters around, a key is one letter that has one value; a task's names come at NAMES_FROM."""
+    longest = {}
+    for around in (0, 2, packed_rows.NAMES_FROM):
+        mix, longest[around] = dataclasses.replace(MIX, around=around, lines=12), 0
+        for seed in range(12):
+            ids = packed_rows.pairs(byte_tokenizer, mix, 400, np.random.default_rng(seed)).ids
+            lines = byte_tokenizer.decode(ids).split("\n")[:-1]
+            longest[around] = max(longest[around], *(len(line.rstrip("0123456789")) for line in lines))
+            if not around:
+                assert len(dict.fromkeys(lines)) == len({line[0] for line in lines})
+    assert longest[0] == 1 and longest[2] <= 2 + 3 + 2 and longest[packed_rows.NAMES_FROM] > 12

@@ -19,6 +19,7 @@ from longstraw_jax.tasks import retrieval
 from longstraw_jax.tasks.retrieval import Task
 
 LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz ", "0123456789"  # of drawn pairs
+NAMES_FROM = 4  # letters around pairs
 TOKENS_OF_A_LINE = 64  # of a recall document at least, so that there is room to come back to it
 ROUNDING = 1e-9  # of shares that add up to 1
 _FIRST, _SECOND = "\ue000first\ue001", "\ue000second\ue001"  # stand for messages while the template renders
@@ -42,7 +43,7 @@ class Mix:
     Attributes:
       text, pairs, recall: shares of documents that are plain text, drawn pairs said over and over (`pairs`), and lines
         of a task said and asked for over and over (`recall`); the others are tasks.
-      around: most letters before the key of a pair, and between it and its value.
+      around: most letters before the key of a pair, and between it and its value; the fewer, the shorter the keys.
       kinds: kinds of retrieval.KINDS, drawn alike.
       digits: of the tasks' numbers.
       distractors: most look-alike lines of a task.
@@ -174,15 +175,17 @@ def pairs(tokenizer: Tokenizer, mix: Mix, length: int, rng: np.random.Generator)
 
     The letters before the key and between it and its value are 0 to mix.around, few more often than many: a slope from
     copying what followed the last letter to reading the number of a name in a sentence, which small models do not find
-    on `recall` alone. Keys are drawn letters in half of the documents and a task's names in the others. Half have
-    two such forms, drawn for each line, as a name is once told of and once asked for. Values weigh as answers; lines
-    that no earlier one tells have no weight.
+    on `recall` alone. Keys are 1 to 1 + mix.around drawn letters, at most 8; from NAMES_FROM on, in half of the
+    documents, a task's names. Half have two such forms, drawn for each line, as a name is once told of and once asked
+    for. Values weigh as answers; lines that no earlier one tells have no weight.
     """
     letters, digits, newline = (np.asarray(tokenizer.encode(text), np.int32) for text in (LETTERS, DIGITS, "\n"))
     count, forms = int(rng.integers(2, mix.lines + 1)), int(rng.integers(1, 3))
     around = [rng.choice(letters, int((mix.around + 1) * rng.random() ** 3)) for _ in range(2 * forms)]
-    if rng.random() < 0.5:
-        keys = [rng.choice(letters, rng.integers(2, 9)) for _ in range(count)]
+    if mix.around < NAMES_FROM or rng.random() < 0.5:
+        drawn_keys = [rng.choice(letters, rng.integers(1, min(8, 1 + mix.around) + 1)) for _ in range(count)]
+        keys = list({key.tobytes(): key for key in drawn_keys}.values())  # a key has one value
+        count = len(keys)
     else:
         lines, _ = _lines("needles" if rng.random() < 0.5 else "needle", count, mix, rng)
         keys = [np.asarray(tokenizer.encode(retrieval.name_and_key(line)[0]), np.int32) for line in lines]

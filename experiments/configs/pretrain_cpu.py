@@ -46,7 +46,7 @@ def get_config() -> ConfigDict:
     ):
         config.stages[name].update(tokens=192, rows=8, steps=steps, seconds=0.0, remat=False, text=0.0, **shares)
     config.stages.sparse.selected = 24
-    config.optimizer.update(learning_rate=1e-2, bias_rate=3e-3)
+    config.optimizer.update(learning_rate=3e-3, bias_rate=3e-3)
     config.evaluation.update(tokens=(192,), questions=128, batch_tokens=6144)
     config.report_every = 25
     config.goals.needle = 0.25  # a number at random is right once in 900 times

@@ -4,6 +4,7 @@ import atexit
 import gc
 import json
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -36,6 +37,8 @@ from longstraw_jax.io import tokenizer as tokenizer_lib  # noqa: E402
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 32)
 
+MOST_MAPPINGS = 25_000  # vm.max_map_count is 65,530; past it the compiler ends the process
+
 # Files that run the same programs, which one worker then traces, compiles and loads once; the others stand alone.
 # The dearest come first, so that no worker is left alone with one at the end.
 TOGETHER = (
@@ -65,6 +68,16 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Programs of files that are done with go before their mappings of memory reach what Linux lets a process have."""
+    if nextitem is None or nextitem.path != item.path:
+        mappings = pathlib.Path("/proc/self/maps")
+        if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -397,7 +397,7 @@ def routed_experts(
     Args:
       ids: a token's chosen experts, no expert twice; E or more routes nowhere (padding).
       experts: this device's gate_proj, up_proj [L, e, D, F] and down_proj [L, e, F, D] of several layers, whose stack
-        is read in place. Constants if there is more than one.
+        is read in place.
       layer: whose experts are applied, 0 to L - 1.
       pairs: low-rank updates by the same names, a [e, in, r], b [e, r, out], scale. A weight that has one is constant.
       gate: switches the updates per token.

@@ -114,13 +114,17 @@ def _product_bwd(name, weights_gradient, saved, dy):
     x, w, group_sizes, first = saved
     if name == "tpu":
         dx = tpu.grouped_matmul(dy, reference.matrices(w, group_sizes, first), group_sizes, transposed=True)
-        return dx, tpu.transposed_grouped_matmul(x, dy, group_sizes) if weights_gradient else None, None, None
-    dx = _on_hopper(name, dy, w, group_sizes, first, transposed=True)
+        outer = tpu.transposed_grouped_matmul
+    else:
+        dx = _on_hopper(name, dy, w, group_sizes, first, transposed=True)
+        options = dict(out_dtype=w.dtype, interpret=name == "interpret")
+        outer = sequential_vmap(functools.partial(hopper_transposed.transposed_grouped_matmul, **options))
     if not weights_gradient:
         return dx, None, None, None
-    options = dict(interpret=name == "interpret")
-    outer = functools.partial(hopper_transposed.transposed_grouped_matmul, out_dtype=w.dtype, **options)
-    return dx, sequential_vmap(outer)(x, dy, group_sizes), None, None
+    dw = outer(x, dy, group_sizes)
+    if first is not None:
+        dw = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(w), dw, first, 0)
+    return dx, dw, None, None
 
 
 _product.defvjp(_product_fwd, _product_bwd)
@@ -164,8 +168,8 @@ def grouped_matmul(
 
     Args:
       x, w: of one type. group_sizes: integers; rows past x are dropped.
-      first: w holds the matrices of several layers, of which group e's is w[first + e]; w is constant then. On Hopper
-        nothing of w is copied, which a slice of a scanned stack would be. None for S = E.
+      first: w holds the matrices of several layers, of which group e's is w[first + e]. On Hopper nothing of w is
+        copied, which a slice of a scanned stack would be. w's gradient has its shape, 0 elsewhere. None for S = E.
       implementation: "auto" (the device's kernels where they fit, else "reference"), "hopper", "tpu", "interpret"
         (Hopper's kernels on the host, for tests) or "reference".
       weights_gradient: False treats w as constant: the backward pass neither keeps x nor makes w's gradient.
@@ -174,7 +178,7 @@ def grouped_matmul(
       ValueError: shapes or types do not fit, or the named implementation cannot serve them.
     """
     _check(x, w, group_sizes, first)
-    name, weights_gradient = backend(x, w, 0, implementation), weights_gradient and first is None
+    name = backend(x, w, 0, implementation)
     if not weights_gradient:
         w = jax.lax.stop_gradient(w)
     if name == "reference":

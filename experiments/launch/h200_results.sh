@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's measurements on one NVIDIA H200 (139 GiB), step by step:
+# The README's measurements on one NVIDIA H200 (139 GiB; steps devices_* need two), step by step:
 #
 #   experiments/launch/h200_results.sh OUT              # all steps, in the order of --list
 #   experiments/launch/h200_results.sh OUT long_2m peer # these
@@ -37,6 +37,8 @@ kernels|4|580|every kernel beside XLA
 sampling|6|580|decode of groups of 1, 8 and 64 at 65,536 and 1,048,576 tokens beside the floor of bytes
 ragged|3|400|members that end early: 8 of 64 at a time beside all at once
 plan|10|1800|the programs of the full model compiled for 32 GPUs
+devices_slice|5|580|two GPUs beside one: 2 full-width layers at 65,536 tokens (needs 2 GPUs)
+devices_demo|3|400|two GPUs beside one: the demo's model at 16,384 tokens (needs 2 GPUs)
 plots|1|120|plots of the receipts that are there'
 
 if [[ ${1:-} == --list ]]; then
@@ -120,6 +122,15 @@ run_ragged() {
 }
 run_plan() {
     "$python" experiments/compile_plan.py --config=glm52 --tokens=2097152 --topology=cuda:4x8x1 --out="$1"
+}
+run_devices_slice() {
+    "$python" experiments/compare_devices.py --devices=2 --tokens=65536 --layers=2 --out="$1/devices.json"
+}
+run_devices_demo() {
+    local checkpoint=$1/checkpoint
+    "$python" experiments/make_tiny_checkpoint.py --out="$checkpoint" &&
+        "$python" experiments/compare_devices.py --devices=2 --architecture="$checkpoint/config.json" --layers=8 \
+            --tokens=16384 --group=8 --response=16 --chunk=2048 --mode=frozen --rank=4 --out="$1/devices.json"
 }
 run_plots() {
     local receipts peer=""

@@ -73,19 +73,19 @@ def get_config() -> ConfigDict:
                 # Copying by a key, over more and more letters as it is mastered, then which number is whose in
                 # sentences, then in text: each is what the next is learned with. Many small steps in one program.
                 "drill": _stage(512, 32, 8000, 60.0, text=0.0, pairs=0.8, recall=0.2, stretched=0.0, mastered=0.8),
-                "recall": _stage(512, 32, 12_000, 60.0, text=0.1, pairs=0.2, recall=0.6, mastered=0.9),
+                "recall": _stage(512, 32, 12_000, 55.0, text=0.1, pairs=0.2, recall=0.6, mastered=0.9),
                 "short": _stage(512, 32, 6000, 25.0, recall=0.25),
                 "medium": _stage(1024, 32, 6000, 45.0),
                 # The indexers alone learn from dense attention, the rest stands still.
                 "warmup": _stage(1024, 32, 3000, 25.0, trained=("indexer",)),
                 # An eighth of the keys. Short rows first: their steps are quick, and what reads must move to where
                 # an indexer can follow it.
-                "narrow": _stage(1024, 32, 3000, 50.0, selected=128, trained=both),
-                "sparse": _stage(4096, 8, 3000, 85.0, selected=512, trained=both, remat=True),
+                "narrow": _stage(1024, 32, 3000, 45.0, selected=128, trained=both),
+                "sparse": _stage(4096, 8, 3000, 75.0, selected=512, trained=both, remat=True),
             },
             "optimizer": {
                 "kind": "muon",
-                "learning_rate": 4e-3,  # of the trunk, over the stages that train it
+                "learning_rate": 1.5e-3,  # of the trunk, over the stages that train it
                 "indexer_rate": 5e-3,
                 "warmup": 0.02,  # shares of the run
                 "decay": 0.3,

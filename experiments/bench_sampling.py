@@ -240,11 +240,9 @@ def run(values: Any) -> dict[str, Any]:
     result = {
         "complete": False,
         "prompt": PROMPT,
-        "code": receipt.describe_code(pathlib.Path(sampling.__file__).resolve().parent),
+        **receipt.made_by(),
         "flags": {name: getattr(values, name) for name in FLAGS},
         "architecture": raw,
-        "packages": receipt.package_versions(),
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": 1},
         "kernels": kernels.implementations(model),
         "matmul_tflops": matmul_tflops,
         "copy_tbps": copy_tbps,

@@ -12,7 +12,6 @@ Exit status: 0 within tolerance, 1 not, 2 bad usage.
 import dataclasses
 import json
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -200,17 +199,13 @@ def run(values: Any) -> dict[str, Any]:
     problems = problems_of(flipped, figures, tolerance)
     seconds = {"1": wanted.seconds, str(values.devices): found.seconds}
     totals = {devices: sum(phases.values()) for devices, phases in seconds.items()}
-    device = jax.devices()[0]
     return {
         "claim": "gradient",
         "passed": not problems,
         "problems": problems,
-        "code": receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
+        **receipt.made_by(values.devices),
         "flags": {name: getattr(values, name) for name in FLAGS},
         "architecture": raw,
-        "python": platform.python_version(),
-        "packages": receipt.package_versions(),
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": values.devices},
         "kernels": kernels.implementations(wide),
         "weights_fingerprint": wanted.weights_fingerprint,
         "tolerance": vars(tolerance),

@@ -15,7 +15,6 @@ says what all of them would take.
 import functools
 import json
 import pathlib
-import platform
 import time
 from typing import Any
 
@@ -155,14 +154,10 @@ def run_ours(values: Any) -> dict[str, Any]:
     export(folder / "ours_gradient", adapters=grads)
     # 1 where an adapter file holds one of our numbers: gate and up share a matrix there, with zeros between.
     export(folder / "ours_places", adapters=jax.tree.map(np.ones_like, grads))
-    device = jax.devices()[0]
     result = {
         "claim": "capacity",
-        "code": receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
+        **receipt.made_by(),
         "slice": facts,
-        "python": platform.python_version(),
-        "packages": receipt.package_versions(),
-        "device": {"platform": device.platform, "kind": device.device_kind},
         "kernels": kernels.implementations(model),
         "chunk": values.chunk,
         "memory_source": memory.peak_bytes()[1],

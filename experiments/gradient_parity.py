@@ -12,7 +12,6 @@ Exit status: 0 all within tolerance, 1 not, 2 bad usage.
 
 import json
 import pathlib
-import platform
 import sys
 import time
 from typing import Any
@@ -118,18 +117,14 @@ def run(config: ConfigDict, tokens: int, modes: list[str]) -> dict[str, Any]:
         problems += [f"{mode} {line}" for line in comparison.choice_problems(flipped[mode], tolerance)]
         for case, figures in measured[mode].items():
             problems += [f"{mode} {case}: {line}" for line in comparison.case_problems(case, figures, tolerance)]
-    device = jax.devices()[0]
     return {
         "claim": "gradient",
         "passed": not problems,
         "problems": problems,
-        "code": receipt.describe_code(pathlib.Path(parity.__file__).resolve().parents[1]),
+        **receipt.made_by(config.mesh.devices),
         "config": train_grpo.plain(config),
         "config_sha256": fingerprint.sha256_json(train_grpo.plain(config)),
         "weights_fingerprint": fingerprint.tree_fingerprint(single.base),
-        "python": platform.python_version(),
-        "packages": receipt.package_versions(),
-        "devices": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "mesh": {sharding.AXIS: config.mesh.devices},
         "dtype": architecture.dtype,
         "tokens": {"prompt": tokens, "responses": lengths},

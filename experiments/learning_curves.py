@@ -22,14 +22,12 @@ OUT/learning_curves.json, .txt and .png after each run. Exit status 2 on bad inp
 import argparse
 import json
 import pathlib
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import build_tasks
 import eval_positions
-import jax
 import train_grpo
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
@@ -290,15 +288,12 @@ def aggregate(config: ConfigDict, out: pathlib.Path, choice: dict[str, Any]) -> 
     runs = finished_runs(config, out)
     if wrong := learning.problems(runs):
         raise ValueError(f"{out}: {wrong[0]}")
-    device, plain = jax.devices()[0], json.loads(config.to_json())
+    plain = json.loads(config.to_json())
     result = {
         "claim": "learning",
-        "code": receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
+        **receipt.made_by(config.job.mesh.devices),
         "config": plain,
         "config_sha256": fingerprint.sha256_json(plain),
-        "python": platform.python_version(),
-        "packages": receipt.package_versions(),
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": config.job.mesh.devices},
         "choice": choice,
         "held_out": {"decode": "greedy", "score": "exact_match",
                      "sha256": fingerprint.sha256_file(out / "rows" / "held_out.jsonl")},

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -364,19 +363,16 @@ def run(values: Any) -> dict[str, Any]:
     optimizer = train.make_optimizer(train.OptimizerConfig())
     workdir = pathlib.Path(values.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    device, accelerator = jax.devices()[0], jax.default_backend() != "cpu"
+    accelerator = jax.default_backend() != "cpu"
     rate = matmul_rate() if accelerator else None
     link = link_rate() if accelerator and values.prefix_store == "host" else None
     result = {
         "claim": "capacity",
         "complete": False,
         "stopped": None,
-        "code": receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
+        **receipt.made_by(),
         "flags": {name: getattr(values, name) for name in FLAGS},
         "architecture": raw,
-        "python": platform.python_version(),
-        "packages": receipt.package_versions(),
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": 1},
         "kernels": kernels.implementations(model),
         "matmul_flops_per_second": rate,
         "link_bytes_per_second": link,

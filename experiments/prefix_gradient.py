@@ -12,7 +12,6 @@ is of a model that has learnt nothing to attend to: how the two gradients part t
 
 import json
 import pathlib
-import platform
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -177,19 +176,16 @@ def run(values: Any) -> dict[str, Any]:
         eos_ids=(), capacity=max(lengths), mode="exact", group=values.group, max_new_tokens=values.response,
         chunk=values.chunk,
     )  # fmt: skip
-    device, out = jax.devices()[0], pathlib.Path(values.out)
+    out = pathlib.Path(values.out)
     result = {
         "claim": "gradient",
         "complete": False,
-        "code": receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
+        **receipt.made_by(),
         "weights": weights,
         "prompt": values.prompt_file or "random tokens",
         "dtype": config.dtype,
         "experts": config.n_routed_experts,
         "flags": {name: getattr(values, name) for name in FLAGS},
-        "python": platform.python_version(),
-        "packages": receipt.package_versions(),
-        "device": {"platform": device.platform, "kind": device.device_kind},
         "kernels": kernels.implementations(model),
         "lengths": [],
     }

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import platform
 import sys
 import time
 from typing import Any, NamedTuple
@@ -218,16 +217,13 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         count = max(1, config.evaluation.batch_tokens // length)
         asked = packed_rows.question_batch(held_out, frame, tokens, mix, mix.kinds[0], count, length, (config.seed,))
         found["served"] = served_alike(workdir / "checkpoint", job, asked)
-        device, size = jax.devices()[0], sum(f.stat().st_size for f in (workdir / "checkpoint").iterdir())
+        size = sum(f.stat().st_size for f in (workdir / "checkpoint").iterdir())
         result = {
             "claim": "learning",
             "problems": problems_of(config, found),
-            "code": receipt.describe_code(pathlib.Path(receipt.__file__).resolve().parents[1]),
+            **receipt.made_by(),
             "config": plain,
             "config_sha256": fingerprint.sha256_json(plain),
-            "python": platform.python_version(),
-            "packages": receipt.package_versions(),
-            "device": {"platform": device.platform, "kind": device.device_kind},
             "kernels": kernels.implementations(job.model),
             "data": {"text": source.name, "sha256": source.sha256, "training_tokens": int(training.ids.size),
                      "held_out_tokens": int(held_out.ids.size)},

@@ -155,6 +155,17 @@ def write_receipt(
     return receipt
 
 
+def made_by(devices: int = 1) -> dict[str, Any]:
+    """What made a measurement: code (see describe_code), python, packages and the device, of which `devices` served."""
+    device = jax.devices()[0]
+    return {
+        "code": describe_code(Path(__file__).resolve().parents[1]),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "device": {"platform": device.platform, "kind": device.device_kind, "count": devices},
+    }
+
+
 def package_versions() -> dict[str, str]:
     """Installed versions of what decides a run's numbers."""
     versions = {}

@@ -141,7 +141,9 @@ def trained_adapters(job: train_grpo.Job, run: pathlib.Path, step: int) -> Param
 def judge(job: train_grpo.Job, adapters: Params, out: pathlib.Path, between: Callable[[], None]) -> list[int]:
     """1 for each prompt that is answered right, greedily, else 0; `out` keeps the answers as they come."""
     decode = argparse.Namespace(samples=1, temperature=0.0, top_p=1.0, seed=0)
-    what = [job.dataset.files, job.base_sha, fingerprint.tree_fingerprint(adapters), job.policy.mode, vars(decode)]
+    # Rows by their bytes, not their place: the folder may move to another machine.
+    policy = [job.base_sha, fingerprint.tree_fingerprint(adapters), job.policy.mode]
+    what = [list(job.dataset.files.values()), *policy, vars(decode)]
     done = position_eval.resume(out, fingerprint.sha256_json([*what, job.policy.max_new_tokens, *job.config.grpo.stop]))
 
     def progress(result):
@@ -208,9 +210,16 @@ def prepare(config: ConfigDict, out: pathlib.Path, between: Callable[[], None]) 
     Raises:
       ValueError: see `chosen_kind` and `write_rows`; or another process is at it.
     """
-    with run_lock(out / BASE):
+
+    def chosen_rows():
         choice = chosen_kind(config, out, between)
-        rows = write_rows(config, out / "rows" / "held_out.jsonl", choice["kind"], config.held_out.rows, HELD_OUT)
+        path = out / "rows" / "held_out.jsonl"
+        return choice, write_rows(config, path, choice["kind"], config.held_out.rows, HELD_OUT)
+
+    if read_right(out / BASE / BEFORE, config.held_out.rows) is not None:
+        return chosen_rows()  # only read, so that several processes may begin at once
+    with run_lock(out / BASE):
+        choice, rows = chosen_rows()
         job = judging_job(config, rows, "detached")  # before a step all modes are the base model
         judge(job, new_state(job).adapters, out / BASE / BEFORE, between)
     return choice, rows

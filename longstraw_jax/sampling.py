@@ -227,7 +227,9 @@ def draw_group(
             tokens = tokens.at[place, now.at].set(token, mode="drop")
             logprobs = logprobs.at[place, now.at].set(logprob, mode="drop")
             lengths = lengths.at[place].add(1, mode="drop")
-            stop = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
+            stop = jnp.zeros(token.shape, bool)
+            if eos_ids:  # compared with no ids, the GPU compiler of jaxlib 0.11.2 ends the process on a mesh
+                stop = jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
             for ids in stop_ids:
                 stop |= ends_with(tokens, place, now.at, ids)
             stopped = stopped.at[place].set(stop, mode="drop")

@@ -122,6 +122,16 @@ def test_a_full_size_chunk_and_decode_compile_for_32_gpus(tmp_path):
 
 
 @pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the cuda extra")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10's plugin needs a GPU")
+def test_a_transaction_without_an_eos_compiles_for_two_gpus(tmp_path):
+    """The tiny model ends no response; comparing tokens with no ids once ended the GPU compiler on a mesh."""
+    tiny = [flag for flag in TINY if not flag.startswith("--topology")]
+    found = compiled_for("cuda:1x1x2", "capture,sample 2,score,replay", tmp_path, *tiny)
+    assert list(found) == ["capture", "sample 2", "score", "replay"] and all(row["fits"] for row in found.values())
+
+
+@pytest.mark.aot
 def test_pages_in_host_memory_compile_for_32_tpus(tmp_path):
     """A chunk, whose pages are written there, and scores, which stage a layer at a time inside of nested loops."""
     tiny = [flag for flag in TINY if not flag.startswith("--topology")]

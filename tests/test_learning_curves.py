@@ -1,6 +1,7 @@
 """Held-out curves on the tiny checkpoint: a run, resumed and aggregated; the task's rule; what is refused."""
 
 import json
+import shutil
 import types
 
 import numpy as np
@@ -10,6 +11,7 @@ from ml_collections import ConfigDict
 
 from longstraw_jax import fingerprint
 from longstraw_jax.io import data
+from longstraw_jax.io.run_lock import run_lock
 
 import learning_curves  # isort: skip
 
@@ -62,6 +64,23 @@ def test_what_is_there_is_not_made_again(made, folder, monkeypatch):
     monkeypatch.setattr(learning_curves.eval_positions, "decoder_of", lambda *_: pytest.fail)
     assert learning_curves.run(config(), folder, ["detached"], [3])["summary"] == made["summary"]
     assert len(before) > 6 and {path: path.read_bytes() for path in before} == before
+
+
+def test_several_processes_may_begin_once_the_base_is_judged(made, folder):
+    with run_lock(folder / learning_curves.BASE):
+        assert learning_curves.run(config(), folder, ["detached"], [3])["summary"] == made["summary"]
+
+
+def test_the_base_s_answers_go_on_in_another_folder(made, folder, tmp_path):
+    for name in ("rows", learning_curves.BASE, "choice.json"):
+        source = folder / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    before = tmp_path / learning_curves.BASE / learning_curves.BEFORE
+    whole = before.read_bytes()
+    before.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    answered = []
+    learning_curves.prepare(config(), tmp_path, lambda: answered.append(1))
+    assert len(answered) == 1 and before.read_bytes() == whole
 
 
 def test_an_evaluation_that_was_stopped_is_no_run(made, folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import pathlib
 import shutil
 
@@ -41,6 +42,15 @@ def test_a_sound_run_has_no_blockers_and_nothing_is_left_unchecked(tmp_path):
     assert " tensors in 1 files, 0.0 GB, all whole" in found["checkpoint files"][1]
     assert "of 256 positions" in found["position window"][1]
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_checkout_that_is_not_installed_serves(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    status, detail = examine(**ON_32)["versions"]
+    assert status == OK and "packages not checked: this checkout is not installed" in detail
 
 
 def test_every_blocker_is_listed_at_once_and_the_run_says_the_same(checkpoint, tmp_path):

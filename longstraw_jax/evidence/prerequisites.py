@@ -160,7 +160,11 @@ def blockers(findings: list[Finding]) -> list[str]:
 def _check_versions() -> str:
     """Raises ValueError for a package outside of what setup.py asks for."""
     wrong, told = [], [f"Python {platform.python_version()}"]
-    for text in importlib.metadata.requires(DISTRIBUTION) or []:
+    try:
+        required = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return f"{told[0]}; packages not checked: this checkout is not installed (pip install -e .)"
+    for text in required:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue

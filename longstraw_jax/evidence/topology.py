@@ -46,6 +46,7 @@ KNOWN = {
         Topology("tpu:v6e:4x8", "tpu", "v6e:4x8", 32, _V6E),
         Topology("tpu:v5e:4x8", "tpu", "v5e:4x8", 32, _V5E),
         Topology("cuda:4x8x1", "cuda", "4x8x1", 32, _H200),
+        Topology("cuda:1x1x2", "cuda", "1x1x2", 2, _H200),  # of one host
         Topology("cpu:32", "cpu", "32", 32, None),
     )
 }

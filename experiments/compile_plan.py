@@ -26,7 +26,7 @@ from longstraw_jax.model import decoder
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("longstraw_jax", "jax", "jaxlib", "libtpu", "flax", "optax")
-# Configurations by name: GLM-5.2 with the position range of the 2M window (an opt-in, YaRN), and the demo's model.
+# Configurations by name: GLM-5.2 with the position range of the 2M window (an opt-in, YaRN), and the tiny random one.
 GLM52_POSITIONS = 2_097_152 + 512
 NAMES = ("glm52", "tiny")
 

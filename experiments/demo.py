@@ -1,9 +1,9 @@
-"""The demo: makes a tiny checkpoint and a dataset row, runs the main job on them and checks that the reward rose.
+"""The demo: writes a row whose answer stands in its prompt, runs the main job on the reader, checks that reward rose.
 
 python experiments/demo.py --workdir=runs/demo
 """
 
-import json
+import argparse
 import pathlib
 import shutil
 import sys
@@ -11,7 +11,7 @@ import tempfile
 import time
 from typing import Any
 
-import make_tiny_checkpoint
+import build_tasks
 import train_grpo
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
@@ -20,18 +20,24 @@ from longstraw_jax.command import fail, parse_flags
 
 MARK = ".longstraw_demo"  # a folder without it is never removed
 RISE = 3.0  # standard errors that the last five steps' mean reward must lie above the first five's
-QUESTION = "How many digits does the documentation above hold? Answer with digits only."
+# A number told of early in the prompt among eight times the look-alikes of pretraining: the reader gets some of its
+# digits and seldom all, so that there is something to build on and much to gain.
+TASK = {
+    "kinds": ["needle"],
+    "positions": ["early"],
+    "distractors": 128,
+    "digits": 4,
+    "seeds": 1,
+    "first_seed": 3,
+    "native_window": 0,
+    "text": "python",
+}
 
 
-def write_rows(path: pathlib.Path) -> None:
-    """One row in the DAPO-Math schema."""
-    row = {
-        "data_source": "demo",
-        "prompt": [{"role": "user", "content": QUESTION}],
-        "reward_model": {"style": "rule", "ground_truth": "0"},
-        "extra_info": {"index": "demo-0", "split": "train"},
-    }
-    path.write_text(json.dumps(row) + "\n")
+def write_rows(path: pathlib.Path, checkpoint: str, tokens: int) -> None:
+    """One row of that task, whose prompt has so many tokens."""
+    parameters = TASK | {"checkpoint": checkpoint, "tokens": [str(tokens)]}
+    build_tasks.write_rows(path, build_tasks.retrieval_rows(argparse.Namespace(**parameters)), parameters)
 
 
 def check_ours(folder: pathlib.Path) -> None:
@@ -50,14 +56,13 @@ def make_anew(folder: pathlib.Path) -> None:
 
 
 def write_inputs(config: ConfigDict, folder: pathlib.Path) -> None:
-    """Writes the checkpoint and the row, and points the configuration to them."""
-    config.model.checkpoint, config.data.paths = str(folder / "checkpoint"), (str(folder / "rows.jsonl"),)
-    write_rows(folder / "rows.jsonl")
-    make_tiny_checkpoint.write(folder / "checkpoint", make_tiny_checkpoint.CONFIG, config.seed)
+    """Writes the row and points the configuration to it."""
+    config.data.paths = (str(folder / "rows.jsonl"),)
+    write_rows(folder / "rows.jsonl", config.model.checkpoint, config.data.prompt_tokens)
 
 
 def run(config: ConfigDict, folder: pathlib.Path) -> dict[str, Any]:
-    """The whole demo but its verdict; returns the receipt. The checkpoint and the row go to FOLDER_inputs.
+    """The whole demo but its verdict; returns the receipt. The row goes to FOLDER_inputs.
 
     Raises:
       ValueError: what stands in the way; an earlier demo is then as it was.

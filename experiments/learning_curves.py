@@ -1,6 +1,6 @@
 """Whether GRPO raises a held-out score, by prefix-gradient mode: accuracy before, between and after, over seeds.
 
-python experiments/learning_curves.py --config.job.model.checkpoint=runs/reader/checkpoint --out=runs/learning
+python experiments/learning_curves.py --config.job.model.checkpoint=experiments/reader --out=runs/learning
 python experiments/learning_curves.py ... --modes=exact --seeds=1     # one run; the others in other sittings
 python experiments/learning_curves.py ... --modes=                    # no run: what is there, aggregated
 

@@ -211,6 +211,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         base = step_lib.served(job.model, state.params)
         raw = config.model.to_dict() | {"eos_token_id": list(tokens.eos_ids)}
         hf_checkpoint.save(workdir / "checkpoint", raw, base, extra_files=sorted(texts.iterdir()))
+        _, base = hf_checkpoint.load(workdir / "checkpoint")  # routers too are bf16 there: what ships is evaluated
         started = time.perf_counter()
         found = evaluate(config, job, base, held_out, frame, tokens)
         mix, length = job.mixes[-1], config.evaluation.tokens[0]

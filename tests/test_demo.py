@@ -1,40 +1,47 @@
 """The demo's parts: its model, its row, what it may delete and when it fails."""
 
 import importlib
+import pathlib
 
 import pytest
 import tiny_jobs
 
 from longstraw_jax import sharding
-from longstraw_jax.config import model_config_from_hf
+from longstraw_jax.config import load_model_config
 from longstraw_jax.io import data
 from longstraw_jax.model import decoder
 
 demo = importlib.import_module("demo")  # from the folder that tiny_jobs puts on the path
 
 
-def test_the_model_has_every_kind_of_layer_and_fits_32_devices():
-    config = model_config_from_hf(tiny_jobs.make_tiny_checkpoint.CONFIG)
+def test_the_reader_has_every_kind_of_layer_and_fits_32_devices():
+    job = tiny_jobs.defaults("demo")
+    config = load_model_config(job.model.checkpoint)
     kinds = set(zip(config.indexer_types, config.mlp_layer_types, strict=True))
-    assert config.num_hidden_layers >= 8
     assert {"full", "shared"} == {indexer for indexer, _ in kinds} and {"dense", "sparse"} == {mlp for _, mlp in kinds}
-    assert (
-        config.index_topk * 100 < tiny_jobs.defaults("demo").data.prompt_tokens <= config.max_position_embeddings - 32
-    )
+    # Most of the prompt is left out by every selection, and all of its positions were trained.
+    assert config.index_topk * 32 <= job.data.prompt_tokens <= config.max_position_embeddings - job.grpo.max_new_tokens
     decoder.make_model(config, mesh=sharding.make_mesh(32))
 
 
 def test_the_demo_is_what_it_says():
     config = tiny_jobs.defaults("demo")
-    assert config.mesh.devices == 32 and config.mesh.emulate and config.data.document == "python"
+    assert config.mesh.devices == 32 and config.mesh.emulate and config.grpo.mode == "frozen"
     assert config.data.prompt_tokens >= 16_384 and config.grpo.group == 8 and config.steps >= 20
+    assert pathlib.Path(config.model.checkpoint) == tiny_jobs.EXPERIMENTS / "reader"
     assert tiny_jobs.leaves(config).keys() == tiny_jobs.leaves(tiny_jobs.defaults()).keys()
 
 
-def test_its_row_is_a_dataset(tmp_path):
-    demo.write_rows(tmp_path / "rows.jsonl")
-    (row,) = data.read_rows(tmp_path / "rows.jsonl", required=("ground_truth",)).rows
-    assert row["id"] == "demo-0" and row["prompt"][0]["content"] == demo.QUESTION
+def test_its_row_asks_for_what_stands_in_the_prompt(tmp_path):
+    config = tiny_jobs.defaults("demo")
+    demo.write_inputs(config, tmp_path)
+    (row,) = data.read_rows(config.data.paths[0], required=("ground_truth",)).rows
+    reader = demo.build_tasks.reader_of(config.model.checkpoint, 0)
+    ids = reader.ids(row["prompt"])
+    assert ids.size == config.data.prompt_tokens
+    text, answer = reader.tokenizer.decode(ids.tolist()), row["columns"]["ground_truth"]
+    assert all(text.count(f" is {number}.") == 1 for number in answer.split())
+    assert len(reader.tokenizer.encode(answer)) < config.grpo.max_new_tokens  # and the eos
 
 
 def test_a_configuration_that_is_refused_leaves_the_earlier_demo(tmp_path):
@@ -44,7 +51,6 @@ def test_a_configuration_that_is_refused_leaves_the_earlier_demo(tmp_path):
         (made / "old").touch()
     config = tiny_jobs.defaults("demo")
     config.mesh.devices, config.mesh.emulate, config.grpo.group = 1, False, 1
-    config.data.document, config.data.prompt_tokens = "none", 0
     with pytest.raises(ValueError, match=r"^grpo.group=1; accepted: an integer of at least 2"):
         demo.run(config, folder)
     assert (folder / "old").exists() and (tmp_path / "demo_inputs" / "old").exists()

@@ -1,4 +1,4 @@
-"""Gradient parity of a tiny random model, like the demo's, on 32 emulated devices."""
+"""Gradient parity of a tiny random model, that of make_tiny_checkpoint.py, on 32 emulated devices."""
 
 import pathlib
 import runpy
@@ -12,7 +12,7 @@ def get_config() -> ConfigDict:
     """grpo.py's fields; with no model.checkpoint, model.architecture (config.json's keys) gets random weights."""
     config = runpy.run_path(str(_HERE / "grpo.py"))["get_config"]()
     config.model.architecture = ConfigDict(runpy.run_path(str(_HERE.parent / "make_tiny_checkpoint.py"))["CONFIG"])
-    # With the demo's 4 heads one key in 16 scores exactly 0 after the relu; GLM-5.2 has 32 heads.
+    # With that model's 4 heads one key in 16 scores exactly 0 after the relu; GLM-5.2 has 32 heads.
     config.model.architecture.index_n_heads = 16
     config.mesh.devices = 32
     config.mesh.emulate = True

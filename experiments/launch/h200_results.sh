@@ -38,7 +38,7 @@ sampling|6|580|decode of groups of 1, 8 and 64 at 65,536 and 1,048,576 tokens be
 ragged|3|400|members that end early: 8 of 64 at a time beside all at once
 plan|10|1800|the programs of the full model compiled for 32 GPUs
 devices_slice|5|580|two GPUs beside one: 2 full-width layers at 65,536 tokens (needs 2 GPUs)
-devices_demo|3|400|two GPUs beside one: the model of the demo at 16,384 tokens (needs 2 GPUs)
+devices_demo|3|400|two GPUs beside one: the tiny random model at 16,384 tokens (needs 2 GPUs)
 plots|1|120|plots of the receipts that are there'
 
 if [[ ${1:-} == --list ]]; then

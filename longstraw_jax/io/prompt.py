@@ -185,7 +185,7 @@ def python_documentation_text(min_bytes: int) -> str:
     Raises:
       PromptError: there is less; the message says how much.
     """
-    from pydoc_data.topics import topics  # half a megabyte that only the demo reads
+    from pydoc_data.topics import topics  # half a megabyte that few runs read
 
     texts, size = [], 0
     for name in sorted(topics):

@@ -25,8 +25,9 @@ WEIGHTS = "3aa7bd5f2a96dcbb"
 READER = tiny_jobs.EXPERIMENTS / "reader"
 RECEIPT = json.loads((tiny_jobs.EXPERIMENTS / "results" / "reader_h200.json").read_text())
 LENGTH, ROWS = 1024, 8  # of the receipt's 64 rows of text and 128 questions
-# Eight rows among 64, of another Python's text: the loss of rows of code and of prose differs by tenths of a nat.
-NATS = 0.25
+# Above the receipt's loss, with eight rows among 64 and of another Python's text. Below it is much room: there what is
+# held out overlaps with what was trained on.
+NATS = 0.1
 JUMP = 0.01  # nats a token: hardly a key is left out just above index_topk; round-off of bf16 averages to less
 WINDOW, BORDER_ROWS = 128, 2
 
@@ -62,9 +63,8 @@ def test_loss_and_answers_come_out_again(reader):
     config, job, base, held_out, frame, tokens = reader
     seed, keys = (config.seed, pretrain_tiny.EVALUATION, LENGTH), job.model.config.index_topk
     text = packed_rows.text_batch(held_out, ROWS, LENGTH, seed)
-    assert measure.held_out_loss(job.model, base, text, keys) == pytest.approx(
-        RECEIPT["held_out_loss"][str(LENGTH)], abs=NATS
-    )
+    loss, told = measure.held_out_loss(job.model, base, text, keys), RECEIPT["held_out_loss"][str(LENGTH)]
+    assert told / 2 < loss < told + NATS
     mix = job.mixes[-1]
     asked = packed_rows.question_batch(held_out, frame, tokens, mix, "needle", ROWS, LENGTH, (*seed, 0))
     # All of 128 were right; one may be lost to other text around it.

@@ -3,7 +3,9 @@
 python experiments/pretrain_tiny.py --workdir=runs/reader                     # one H200, 10 minutes
 python experiments/pretrain_tiny.py --workdir=runs/small --config=experiments/configs/pretrain_cpu.py   # one core
 
-Writes checkpoint/ (Hugging Face layout), steps.jsonl and receipt.json.
+python experiments/pretrain_tiny.py --evaluate=experiments/reader --workdir=runs/scores                  # no training
+
+Writes checkpoint/ (Hugging Face layout), steps.jsonl and receipt.json; --evaluate writes evaluation.json.
 Exit status: 0 goals reached, 1 not, 2 bad usage.
 """
 
@@ -146,6 +148,63 @@ def served_alike(directory: pathlib.Path, job: Job, batch: step_lib.Batch) -> di
     return {"tokens": int(ids.size), "same_likeliest": float((sparse == dense[:SPARSE_ROWS]).mean())}
 
 
+def measured(config: ConfigDict, job: Job, directory: pathlib.Path, held_out, frame, tokens) -> dict[str, Any]:
+    """Bytes, fingerprint and every score of a written checkpoint as it is read back: routers too are bf16 there.
+
+    Raises:
+      ValueError: it is of another architecture than config.model.
+    """
+    started = time.perf_counter()
+    found, base = hf_checkpoint.load(directory)
+    if (found := dataclasses.replace(found, eos_token_id=job.model.config.eos_token_id)) != job.model.config:
+        wrong = [field for field in vars(found) if getattr(found, field) != getattr(job.model.config, field)]
+        raise ValueError(f"{directory}: {', '.join(wrong)} differ from config.model; accepted: a checkpoint of it")
+    scores = evaluate(config, job, base, held_out, frame, tokens)
+    mix, length = job.mixes[-1], config.evaluation.tokens[0]
+    count = max(1, config.evaluation.batch_tokens // length)
+    asked = packed_rows.question_batch(held_out, frame, tokens, mix, mix.kinds[0], count, length, (config.seed,))
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    return {
+        "checkpoint": {"bytes": size, "weights_fingerprint": fingerprint.tree_fingerprint(base)},
+        **scores,
+        "served": served_alike(directory, job, asked),
+        "evaluation_seconds": time.perf_counter() - started,
+    }
+
+
+def judge(config: ConfigDict, directory: pathlib.Path, workdir: pathlib.Path) -> dict[str, Any]:
+    """The receipt of a checkpoint's scores, without training, in evaluation.json. Raises ValueError for bad input."""
+    job, tokens = load_job(config), tokenizer_lib.load_tokenizer(directory)
+    frame = packed_rows.frame_of(prompt_lib.load_chat_template(directory), tokens)
+    source = corpus.python_texts()
+    training, held_out = corpus.read(source, tokens)
+    found = measured(config, job, directory, held_out, frame, tokens)
+    result = {"claim": "quality", "problems": problems_of(config, found)}
+    result |= facts(config, job, source, training, held_out) | found
+    with run_lock(workdir):
+        write_whole(workdir / "evaluation.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    return result
+
+
+def facts(
+    config: ConfigDict, job: Job, source: corpus.Source, training: corpus.Text, held_out: corpus.Text
+) -> dict[str, Any]:
+    """What binds a receipt: code, machine, configuration, text."""
+    plain = json.loads(config.to_json())
+    return receipt.made_by() | {
+        "config": plain,
+        "config_sha256": fingerprint.sha256_json(plain),
+        "kernels": kernels.implementations(job.model),
+        "data": {
+            "text": source.name,
+            "sha256": source.sha256,
+            "training_tokens": int(training.ids.size),
+            "held_out_tokens": int(held_out.ids.size),
+        },
+        "seed": config.seed,
+    }
+
+
 def problems_of(config: ConfigDict, found: dict[str, Any]) -> list[str]:
     """Goals that were missed, a line each."""
     goals, selection = config.goals, found["selection"]
@@ -162,7 +221,6 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """The receipt of one run. Raises ValueError for bad input."""
     begun = time.perf_counter()
     job = load_job(config)
-    plain = json.loads(config.to_json())
     with run_lock(workdir):
         if any(path.name != LOCK_FILE for path in workdir.iterdir()):
             raise ValueError(f"--workdir={workdir} holds something; accepted: a new or empty folder")
@@ -211,30 +269,15 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         base = step_lib.served(job.model, state.params)
         raw = config.model.to_dict() | {"eos_token_id": list(tokens.eos_ids)}
         hf_checkpoint.save(workdir / "checkpoint", raw, base, extra_files=sorted(texts.iterdir()))
-        _, base = hf_checkpoint.load(workdir / "checkpoint")  # routers too are bf16 there: what ships is evaluated
-        started = time.perf_counter()
-        found = evaluate(config, job, base, held_out, frame, tokens)
-        mix, length = job.mixes[-1], config.evaluation.tokens[0]
-        count = max(1, config.evaluation.batch_tokens // length)
-        asked = packed_rows.question_batch(held_out, frame, tokens, mix, mix.kinds[0], count, length, (config.seed,))
-        found["served"] = served_alike(workdir / "checkpoint", job, asked)
-        size = sum(f.stat().st_size for f in (workdir / "checkpoint").iterdir())
+        found = measured(config, job, workdir / "checkpoint", held_out, frame, tokens)
         result = {
             "claim": "learning",
             "problems": problems_of(config, found),
-            **receipt.made_by(),
-            "config": plain,
-            "config_sha256": fingerprint.sha256_json(plain),
-            "kernels": kernels.implementations(job.model),
-            "data": {"text": source.name, "sha256": source.sha256, "training_tokens": int(training.ids.size),
-                     "held_out_tokens": int(held_out.ids.size)},
-            "seed": config.seed,
+            **facts(config, job, source, training, held_out),
             "parameters": parameters,
-            "checkpoint": {"bytes": size, "weights_fingerprint": fingerprint.tree_fingerprint(base)},
             "stages": done,
             "programs": step_lib.update._cache_size() - programs,
             **found,
-            "evaluation_seconds": time.perf_counter() - started,
             "seconds": time.perf_counter() - begun,
             "peak_bytes": memory.peak_bytes()[0],
         }  # fmt: skip
@@ -273,17 +316,22 @@ def main(argv: list[str]) -> None:
     try:
         if len(argv) > 1:
             raise ValueError(f"arguments {argv[1:]}; accepted: --config=FILE, --workdir=DIR and --config.field=value")
-        result = run(values.config, workdir)
+        if values.evaluate:
+            result = judge(values.config, pathlib.Path(values.evaluate), workdir)
+        else:
+            result = run(values.config, workdir)
     except (ValueError, OSError) as error:
         fail(error)
     except FloatingPointError as error:
         sys.exit(f"error: {error}")
     print("\n".join([*table(result), *result["problems"], "FAIL" if result["problems"] else "pass"]))
-    print(f"{workdir / 'checkpoint'}: {result['checkpoint']['bytes']:,} bytes; {result['seconds']:.0f} s in all")
+    where, seconds = values.evaluate or workdir / "checkpoint", result.get("seconds", result["evaluation_seconds"])
+    print(f"{where}: {result['checkpoint']['bytes']:,} bytes; {seconds:.0f} s in all")
     sys.exit(1 if result["problems"] else 0)
 
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", str(HERE / "configs" / "pretrain_tiny.py"), "Configuration of the run.")
     flags.DEFINE_string("workdir", "runs/pretrain", "Run folder, new or empty.")
+    flags.DEFINE_string("evaluate", "", "Trains nothing: a checkpoint folder to measure, into evaluation.json.")
     app.run(main, flags_parser=parse_flags)

@@ -73,6 +73,18 @@ def test_the_checkpoint_is_served_as_it_was_trained(ran):
     assert (bias != 0).any()
 
 
+def test_a_checkpoint_is_measured_alone_as_its_run_measured_it(ran, tmp_path):
+    folder, receipt = ran
+    found = pretrain_tiny.judge(small(), folder / "checkpoint", tmp_path / "scores")
+    assert found == json.loads((tmp_path / "scores" / "evaluation.json").read_text())
+    same = ("checkpoint", "held_out_loss", "retrieval", "stretched", "selection", "served", "config_sha256", "problems")
+    assert {name: found[name] for name in same} == {name: receipt[name] for name in same}
+    other = small()
+    other.model.routed_scaling_factor = 1.0
+    with pytest.raises(ValueError, match="routed_scaling_factor differ from config.model; accepted: a checkpoint of it"):
+        pretrain_tiny.judge(other, folder / "checkpoint", tmp_path / "other")
+
+
 def test_a_folder_that_holds_something_is_refused(ran):
     folder, _ = ran
     before = sorted(path.name for path in folder.iterdir())

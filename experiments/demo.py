@@ -21,7 +21,8 @@ from longstraw_jax.command import fail, parse_flags
 MARK = ".longstraw_demo"  # a folder without it is never removed
 RISE = 3.0  # standard errors that the last five steps' mean reward must lie above the first five's
 # A number told of early in the prompt among eight times the look-alikes of pretraining: the reader gets some of its
-# digits and seldom all, so that there is something to build on and much to gain.
+# digits and seldom all, so that there is something to build on and much to gain. That is so of this seed's row: others
+# begin lower or higher.
 TASK = {
     "kinds": ["needle"],
     "positions": ["early"],

@@ -14,8 +14,8 @@ The task is chosen before any training, by this rule: the base model answers `he
 room, the one nearest to the middle of that range is taken; without such a kind nothing is trained. OUT/choice.json
 keeps the shares. --config.task.kind=KIND states a kind instead, and the receipt says so.
 
-Several processes may make runs in one folder, once the first has chosen the task and judged the base model. Seconds are
-those of training steps alone, by the wall: they compare modes only where every run had the machine to itself. Writes
+Several processes may make runs in one folder: the first chooses the task and judges the base model. Seconds are those
+of training steps alone, by the wall: they compare modes only where every run had the machine to itself. Writes
 OUT/learning_curves.json, .txt and .png after each run. Exit status 2 on bad input.
 """
 
@@ -208,18 +208,11 @@ def prepare(config: ConfigDict, out: pathlib.Path, between: Callable[[], None]) 
     """The task's choice and the held-out rows, which the base has answered then.
 
     Raises:
-      ValueError: see `chosen_kind` and `write_rows`; or another process is at it.
+      ValueError: see `chosen_kind` and `write_rows`.
     """
-
-    def chosen_rows():
+    with run_lock(out / BASE, wait=True):  # whoever comes first does it for all
         choice = chosen_kind(config, out, between)
-        path = out / "rows" / "held_out.jsonl"
-        return choice, write_rows(config, path, choice["kind"], config.held_out.rows, HELD_OUT)
-
-    if read_right(out / BASE / BEFORE, config.held_out.rows) is not None:
-        return chosen_rows()  # only read, so that several processes may begin at once
-    with run_lock(out / BASE):
-        choice, rows = chosen_rows()
+        rows = write_rows(config, out / "rows" / "held_out.jsonl", choice["kind"], config.held_out.rows, HELD_OUT)
         job = judging_job(config, rows, "detached")  # before a step all modes are the base model
         judge(job, new_state(job).adapters, out / BASE / BEFORE, between)
     return choice, rows
@@ -260,7 +253,8 @@ def read_right(path: pathlib.Path, rows: int) -> list[int] | None:
     """1 or 0 for each prompt of a finished evaluation, else None."""
     if not path.is_file():
         return None
-    results = [metrics.parse_strict_json(line) for line in path.read_bytes().splitlines()[1:]]
+    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]  # a kill can cut it
+    results = [metrics.parse_strict_json(line) for line in whole[1:]]
     right = rights_of(results)
     return right if len(right) == rows else None
 

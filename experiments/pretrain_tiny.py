@@ -178,11 +178,14 @@ def judge(config: ConfigDict, directory: pathlib.Path, workdir: pathlib.Path) ->
     frame = packed_rows.frame_of(prompt_lib.load_chat_template(directory), tokens)
     source = corpus.python_texts()
     training, held_out = corpus.read(source, tokens)
-    found = measured(config, job, directory, held_out, frame, tokens)
-    result = {"claim": "quality", "problems": problems_of(config, found)}
-    result |= facts(config, job, source, training, held_out) | found
+    path = workdir / "evaluation.json"
     with run_lock(workdir):
-        write_whole(workdir / "evaluation.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+        if path.exists():
+            raise ValueError(f"--workdir={workdir} holds an evaluation; accepted: another folder, or {path} removed")
+        found = measured(config, job, directory, held_out, frame, tokens)
+        result = {"claim": "quality", "problems": problems_of(config, found), "directory": str(directory)}
+        result |= facts(config, job, source, training, held_out) | found
+        write_whole(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     return result
 
 
@@ -332,6 +335,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", str(HERE / "configs" / "pretrain_tiny.py"), "Configuration of the run.")
-    flags.DEFINE_string("workdir", "runs/pretrain", "Run folder, new or empty.")
+    flags.DEFINE_string("workdir", "runs/pretrain", "Run folder, new or empty; for --evaluate without evaluation.json.")
     flags.DEFINE_string("evaluate", "", "Trains nothing: a checkpoint folder to measure, into evaluation.json.")
     app.run(main, flags_parser=parse_flags)

@@ -32,7 +32,7 @@ def recorded(tmp_path_factory):
     scratch.mkdir(parents=True)
     (scratch / "peer.json").write_text("{}")
     environment = os.environ | {"PYTHON": str(python), "SCRATCH": str(scratch.parent)}
-    subprocess.run([SCRIPT, folder / "out"], check=True, env=environment, capture_output=True)
+    subprocess.run([SCRIPT, folder / "out", *steps()], check=True, env=environment, capture_output=True)
     rows = [line.split("\t") for line in (folder / "out" / "summary.tsv").read_text().splitlines()]
     return log.read_text().splitlines(), rows
 
@@ -43,6 +43,16 @@ def test_every_step_runs_and_is_summed_up(recorded):
     # Nothing leaves a receipt here, so that there is nothing to plot.
     assert "long_4m" in {row[0] for row in rows if row[1] != "0"} <= {"long_4m", "plots"}
     assert any("long_2m" in line for line in lines)
+
+
+def test_without_names_the_steps_for_one_gpu_run(tmp_path):
+    idle = tmp_path / "python"
+    idle.write_text("#!/usr/bin/env bash\n")
+    idle.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(idle), "SCRATCH": str(tmp_path)}
+    subprocess.run([SCRIPT, tmp_path / "out"], check=True, env=environment, capture_output=True)
+    ran = [line.split("\t")[0] for line in (tmp_path / "out" / "summary.tsv").read_text().splitlines()]
+    assert ran == [name for name in steps() if not name.startswith("devices_")] != steps()
 
 
 def test_modes_and_lengths_are_those_of_the_step_s_name(recorded):

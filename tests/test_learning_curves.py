@@ -1,5 +1,6 @@
 """Held-out curves on the tiny checkpoint: a run, resumed and aggregated; the task's rule; what is refused."""
 
+import concurrent.futures
 import json
 import shutil
 import types
@@ -66,9 +67,13 @@ def test_what_is_there_is_not_made_again(made, folder, monkeypatch):
     assert len(before) > 6 and {path: path.read_bytes() for path in before} == before
 
 
-def test_several_processes_may_begin_once_the_base_is_judged(made, folder):
-    with run_lock(folder / learning_curves.BASE):
-        assert learning_curves.run(config(), folder, ["detached"], [3])["summary"] == made["summary"]
+def test_a_second_process_waits_until_the_base_is_judged(made, folder):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with run_lock(folder / learning_curves.BASE):
+            second = pool.submit(learning_curves.prepare, config(), folder, lambda: None)
+            with pytest.raises(concurrent.futures.TimeoutError):
+                second.result(timeout=0.5)
+        assert second.result()[0]["kind"] == made["choice"]["kind"]
 
 
 def test_the_base_s_answers_go_on_in_another_folder(made, folder, tmp_path):
@@ -77,7 +82,8 @@ def test_the_base_s_answers_go_on_in_another_folder(made, folder, tmp_path):
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     before = tmp_path / learning_curves.BASE / learning_curves.BEFORE
     whole = before.read_bytes()
-    before.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    before.write_bytes(whole[:-20])  # cut within its last line
+    assert learning_curves.read_right(before, config().held_out.rows) is None
     answered = []
     learning_curves.prepare(config(), tmp_path, lambda: answered.append(1))
     assert len(answered) == 1 and before.read_bytes() == whole

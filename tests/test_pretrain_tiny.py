@@ -81,7 +81,7 @@ def test_a_checkpoint_is_measured_alone_as_its_run_measured_it(ran, tmp_path):
     assert {name: found[name] for name in same} == {name: receipt[name] for name in same}
     other = small()
     other.model.routed_scaling_factor = 1.0
-    with pytest.raises(ValueError, match="routed_scaling_factor differ from config.model; accepted: a checkpoint of it"):
+    with pytest.raises(ValueError, match="routed_scaling_factor differ from config.model; accepted: a "):
         pretrain_tiny.judge(other, folder / "checkpoint", tmp_path / "other")
 
 

@@ -45,7 +45,9 @@ def reader():
 
 def test_the_checkpoint_is_the_receipts(reader):
     config, job, base, *_ = reader
-    size = sum(file.stat().st_size for file in READER.iterdir())
+    configs = ("config.json", "generation_config.json", "tokenizer_config.json")
+    files = ("model.safetensors", "chat_template.jinja", *configs)
+    size = sum((READER / name).stat().st_size for name in files)
     assert size == RECEIPT["checkpoint"]["bytes"] <= 10_000_000
     assert fingerprint.tree_fingerprint(base) == WEIGHTS
     assert sum(x.size for x in jax.tree.leaves(base)) == RECEIPT["parameters"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The README's measurements on one NVIDIA H200 (139 GiB; steps devices_* need two), step by step:
 #
-#   experiments/launch/h200_results.sh OUT              # all steps, in the order of --list
+#   experiments/launch/h200_results.sh OUT              # all steps for one GPU, in the order of --list
 #   experiments/launch/h200_results.sh OUT long_2m peer # these
 #   experiments/launch/h200_results.sh --list           # names, minutes, what each shows
 #
@@ -38,7 +38,7 @@ sampling|6|580|decode of groups of 1, 8 and 64 at 65,536 and 1,048,576 tokens be
 ragged|3|400|members that end early: 8 of 64 at a time beside all at once
 plan|10|1800|the programs of the full model compiled for 32 GPUs
 devices_slice|5|580|two GPUs beside one: 2 full-width layers at 65,536 tokens (needs 2 GPUs)
-devices_demo|3|400|two GPUs beside one: the tiny random model at 16,384 tokens (needs 2 GPUs)
+devices_tiny|3|400|two GPUs beside one: the tiny random model at 16,384 tokens (needs 2 GPUs)
 plots|1|120|plots of the receipts that are there'
 
 if [[ ${1:-} == --list ]]; then
@@ -48,7 +48,7 @@ fi
 out=${1:?usage: h200_results.sh OUT [STEP ...], or --list}
 shift
 if (($# == 0)); then
-    mapfile -t chosen < <(printf '%s\n' "$steps" | cut -d'|' -f1)
+    mapfile -t chosen < <(printf '%s\n' "$steps" | cut -d'|' -f1 | grep -v '^devices_')
 else
     chosen=("$@")
 fi
@@ -126,7 +126,7 @@ run_plan() {
 run_devices_slice() {
     "$python" experiments/compare_devices.py --devices=2 --tokens=65536 --layers=2 --out="$1/devices.json"
 }
-run_devices_demo() {
+run_devices_tiny() {
     local checkpoint=$1/checkpoint
     "$python" experiments/make_tiny_checkpoint.py --out="$checkpoint" &&
         "$python" experiments/compare_devices.py --devices=2 --architecture="$checkpoint/config.json" --layers=8 \

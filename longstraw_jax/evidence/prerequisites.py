@@ -92,7 +92,12 @@ def examine(
       What the checks made, and a row a check. Nothing stands in the way if no row is a BLOCKER.
     """
     found = _Findings()
-    found.attempt("versions", _check_versions)
+    try:
+        importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        found.rows.append(Finding("versions", NOT_CHECKED, "this checkout is not installed: pip install -e ."))
+    else:
+        found.attempt("versions", _check_versions)
     for number, problem in enumerate(problems := job_config.value_problems(config)):
         found.rows.append(Finding(f"values {number + 1}", BLOCKER, problem))
     if not problems:
@@ -160,11 +165,7 @@ def blockers(findings: list[Finding]) -> list[str]:
 def _check_versions() -> str:
     """Raises ValueError for a package outside of what setup.py asks for."""
     wrong, told = [], [f"Python {platform.python_version()}"]
-    try:
-        required = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return f"{told[0]}; packages not checked: this checkout is not installed (pip install -e .)"
-    for text in required:
+    for text in importlib.metadata.requires(DISTRIBUTION) or []:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue

@@ -37,6 +37,10 @@ from longstraw_jax.rl import rewards, shaping
 from longstraw_jax.types import Params
 
 TRAINABLE_FILE = "trainable.json"  # which arrays train, their shapes and targets
+# XLA:CPU may run the collectives within a loop beside the operation listed next. If that is a collective too, emulated
+# devices meet at the wrong one: they wait for ever or abort, as jaxlib 0.11.2 did. Listed depth first, what follows a
+# loop mostly needs it.
+IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,9 @@ def set_devices(config: ConfigDict, processes: int = 1) -> None:
         several = f", a multiple of the {processes} processes" if processes > 1 else ""
         raise ValueError(f"mesh.devices={devices}; accepted: at least 1{several}")
     if config.mesh.emulate:
+        given = os.environ.get("XLA_FLAGS", "")
+        if IN_ORDER.partition("=")[0] not in given:
+            os.environ["XLA_FLAGS"] = f"{given} {IN_ORDER}".strip()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices // processes)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jaxlib.version
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -38,8 +39,8 @@ from longstraw_jax.types import Params
 
 TRAINABLE_FILE = "trainable.json"  # which arrays train, their shapes and targets
 # XLA:CPU may run the collectives within a loop beside the operation listed next. If that is a collective too, emulated
-# devices meet at the wrong one: they wait for ever or abort, as jaxlib 0.11.2 did. Listed depth first, what follows a
-# loop mostly needs it.
+# devices meet at the wrong one: they wait for ever or abort. That depends on the order in which a version lists
+# operations: breadth first, jaxlib 0.11.2 aborts in a replay of 32 devices; depth first, 0.10.2 in a capture.
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
@@ -71,7 +72,7 @@ def set_devices(config: ConfigDict, processes: int = 1) -> None:
         raise ValueError(f"mesh.devices={devices}; accepted: at least 1{several}")
     if config.mesh.emulate:
         given = os.environ.get("XLA_FLAGS", "")
-        if IN_ORDER.partition("=")[0] not in given:
+        if jaxlib.version.__version_info__ >= (0, 11) and IN_ORDER.partition("=")[0] not in given:
             os.environ["XLA_FLAGS"] = f"{given} {IN_ORDER}".strip()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices // processes)

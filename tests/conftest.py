@@ -15,7 +15,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Tests compile far longer than they run there. jaxlib 0.11 no longer knows the last flag.
     FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-    FLAGS.append("--xla_cpu_enable_concurrency_optimized_scheduler=false")  # see train_grpo.IN_ORDER
     if jaxlib.version.__version_info__ < (0, 11):
         FLAGS.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])

@@ -253,8 +253,7 @@ def read_right(path: pathlib.Path, rows: int) -> list[int] | None:
     """1 or 0 for each prompt of a finished evaluation, else None."""
     if not path.is_file():
         return None
-    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]  # a kill can cut it
-    results = [metrics.parse_strict_json(line) for line in whole[1:]]
+    results = [metrics.parse_strict_json(line) for line in position_eval.whole_lines(path)[1:]]
     right = rights_of(results)
     return right if len(right) == rows else None
 

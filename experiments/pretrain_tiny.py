@@ -138,12 +138,11 @@ def evaluate(config: ConfigDict, job: Job, base: Params, held_out: corpus.Text, 
     }
 
 
-def served_alike(directory: pathlib.Path, job: Job, batch: step_lib.Batch) -> dict[str, Any]:
-    """How often the written checkpoint, read back, predicts in forward.forward what the dense pass here predicts."""
-    config, base = hf_checkpoint.load(directory)
-    model, ids = decoder.make_model(config, kernels="reference"), batch.ids[:SPARSE_ROWS]
-    hidden, _ = jax.jit(forward.forward, static_argnums=0)(model, base, None, ids)
-    sparse = np.asarray(forward.logits(model, base, None, hidden)).argmax(-1)
+def served_alike(job: Job, base: Params, batch: step_lib.Batch) -> dict[str, Any]:
+    """How often a checkpoint that was read back predicts in forward.forward what the dense pass here predicts."""
+    ids = batch.ids[:SPARSE_ROWS]
+    hidden, _ = jax.jit(forward.forward, static_argnums=0)(job.model, base, None, ids)
+    sparse = np.asarray(forward.logits(job.model, base, None, hidden)).argmax(-1)
     dense = np.asarray(measure.judged(job.model, base, batch, dense_pass.Options(config.index_topk, index=True))[1])
     return {"tokens": int(ids.size), "same_likeliest": float((sparse == dense[:SPARSE_ROWS]).mean())}
 
@@ -167,7 +166,7 @@ def measured(config: ConfigDict, job: Job, directory: pathlib.Path, held_out, fr
     return {
         "checkpoint": {"bytes": size, "weights_fingerprint": fingerprint.tree_fingerprint(base)},
         **scores,
-        "served": served_alike(directory, job, asked),
+        "served": served_alike(job, base, asked),
         "evaluation_seconds": time.perf_counter() - started,
     }
 

@@ -104,8 +104,7 @@ def resume(path: str | os.PathLike, bound: str) -> list[dict[str, Any]]:
     if not path.is_file():
         write_whole(path, first)
         return []
-    whole = path.read_bytes().splitlines(keepends=True)
-    whole = [entry for entry in whole if entry.endswith(b"\n")]  # a kill can cut the last
+    whole = whole_lines(path)
     if whole[:1] != [first]:
         raise ValueError(f"{path} is of another evaluation; accepted: another out, or that file removed")
     try:
@@ -114,6 +113,11 @@ def resume(path: str | os.PathLike, bound: str) -> list[dict[str, Any]]:
         raise ValueError(f"{path}: {error}; accepted: what an evaluation left, or that file removed") from error
     write_whole(path, b"".join(whole))
     return results
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Lines of the file of `resume`, its first and the results'; a last one that a kill cut is left out."""
+    return [entry for entry in path.read_bytes().splitlines(keepends=True) if entry.endswith(b"\n")]
 
 
 def keep(path: str | os.PathLike, result: Mapping[str, Any]) -> None:

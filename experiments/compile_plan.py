@@ -75,6 +75,11 @@ def run(values: flags.FlagValues, done: Callable[[str, dict[str, Any]], None]) -
         raise ValueError(f"response={values.response}; accepted: at least 1")
     if values.rank < 1:
         raise ValueError(f"rank={values.rank}; accepted: at least 1")
+    if chips.platform == "cuda" and values.prefix_store == "host":
+        raise ValueError(
+            f"prefix_store='host' with topology={chips.name!r}, whose compiler knows no host memory without a card; "
+            "accepted: 'device'"
+        )
     rollout.check_mode(values.mode)
     config = load_config(values.config, values.yarn_positions)
     plan.check_tokens(config, values.tokens, values.response, chips.devices)

@@ -54,6 +54,7 @@ BAD = {
     "--topology=cpu:32 --tokens=4194304": "tokens=4194304 .*--yarn_positions=4194816",
     "--topology=cpu:32 --tokens=2048 --config=none.json": "config='none.json' is no file; accepted: glm52, tiny",
     f"{SMALL} --chunk=33": "chunk=33; accepted: a multiple of 32, at most 2048",
+    f"{SMALL} --topology=cuda:1x1x2 --prefix_store=host": "prefix_store='host' .*'cuda:1x1x2'.*accepted: 'device'",
     f"{SMALL} --groups=2,x": "groups='2,x'; accepted: positive integers",
     f"{SMALL} --rank=0": "rank=0; accepted: at least 1",
     f"{SMALL} --response=0": "response=0; accepted: at least 1",

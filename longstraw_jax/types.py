@@ -25,7 +25,7 @@ class Model:
       lora: adapter targets, None for a model that never has adapters.
       attention: "absorbed" (latents as keys and values) or "expanded" (per-head keys and values; an oracle).
       remat: recompute each layer in the backward pass, keeping only its input.
-      expert_load: rows of a pass of the experts' all-to-all in units of the mean load, see parallel.expert_room.
+      expert_load: rows of a pass of the experts' all-to-all in units of the mean load, see expert_dispatch.expert_room.
       prefix_store: where a prompt's pages rest: "device", or "host" (pinned memory, a layer staged at a time).
       kernels: of the operations in pallas_kernels: "auto" (the device's where they serve) or "reference".
     """

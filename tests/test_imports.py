@@ -17,6 +17,7 @@ ORDER = (
     ("longstraw_jax.launch", "longstraw_jax.command", "longstraw_jax.interrupt", "longstraw_jax.phases"),
     ("longstraw_jax.sharding",),
     ("longstraw_jax.parallel",),
+    ("longstraw_jax.expert_dispatch",),
     ("longstraw_jax.model",),
     ("longstraw_jax.lora",),
     ("longstraw_jax.prefix",),

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from longstraw_jax import forward, lora, parallel, sharding
+from longstraw_jax import expert_dispatch, forward, lora, parallel, sharding
 from longstraw_jax.config import LORA_TARGETS, ConfigError, LoraConfig, ModelConfig, RopeParameters
 from longstraw_jax.model import decoder
 from longstraw_jax.model.linear import Pair, low_rank
@@ -231,7 +231,7 @@ def test_per_device_gradients_meet_in_finalise():
         h = jnp.tanh(low_rank(x, Pair(q_a["a"][0], q_a["b"][0], 2.0)))
         pairs = {n: tuple(layer[f"mlp.experts.{n}"][ab][0] for ab in "ab") + (2.0,) for n in names}
         x, stack = x + jnp.pad(h, ((0, 0), (0, 16))), {n: w[None] for n, w in experts.items()}
-        y = parallel.routed_experts(x, ids, routes, stack, jnp.int32(0), pairs, None, axis)
+        y = expert_dispatch.routed_experts(x, ids, routes, stack, jnp.int32(0), pairs, None, axis)
         return jnp.square(y).sum(-1)
 
     specs = (lora.per_device_specs(CONFIG, targets), *[PartitionSpec(sharding.AXIS)] * 4)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from tiny_models import filled, tiny_config
 
-from longstraw_jax import parallel, sharding
+from longstraw_jax import expert_dispatch, parallel, sharding
 from longstraw_jax.model import decoder
 from longstraw_jax.model.moe import MoE, Router
 
@@ -187,7 +187,7 @@ def test_e5_no_token_is_dropped_at_any_imbalance(routing, devices):
 
     def body(axis, x, ids, weights, matrices):
         stack = jax.tree.map(lambda w: jnp.stack([w + 1, w]), matrices)  # another layer's lie before
-        return parallel.routed_experts(x, ids, weights, stack, jnp.int32(1), {}, None, axis)
+        return expert_dispatch.routed_experts(x, ids, weights, stack, jnp.int32(1), {}, None, axis)
 
     run = jax.jit(parallel.mapped(body, sharding.make_mesh(devices), P(sharding.AXIS), P(sharding.AXIS)))
     want = dense_experts(x, ids, np.asarray(weights), matrices)

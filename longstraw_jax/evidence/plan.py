@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from longstraw_jax import parallel
+from longstraw_jax import expert_dispatch
 from longstraw_jax.config import ConfigError, ModelConfig
 from longstraw_jax.evidence import hlo_report, plan_costs
 from longstraw_jax.evidence.memory import peak_bytes
@@ -76,7 +76,7 @@ def capture_estimate(
     layer = sum(plan_costs.gathered_weight_bytes(c).values()) // c.num_hidden_layers
     experts = 0 if experts_in_place else 2 * 3 * d * f * c.n_routed_experts // devices * item
     scores = indexer_topk.QUERIES * (indexer_topk.KEYS + c.index_topk) * 4 * 4
-    room, _ = parallel.expert_room(tokens, c.num_experts_per_tok, c.n_routed_experts // devices, devices, load)
+    room, _ = expert_dispatch.expert_room(tokens, c.num_experts_per_tok, c.n_routed_experts // devices, devices, load)
     rows = devices * room * (5 * d * item + 2 * d * 4 + 3 * f * item)
     rows += tokens * c.num_experts_per_tok * d * (2 * item + 4)
     activations = tokens * heads * (2 * c.latent_dim * item + c.kv_lora_rank * (3 * 4 + item) + c.v_head_dim * item)

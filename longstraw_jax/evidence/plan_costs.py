@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from longstraw_jax import expert_dispatch
 from longstraw_jax import lora as lora_lib
-from longstraw_jax import parallel
 from longstraw_jax.config import LoraConfig, ModelConfig
 from longstraw_jax.types import Model
 
@@ -139,7 +139,7 @@ def gathered_weight_bytes(config: ModelConfig) -> dict[str, int]:
 def expert_bytes(config: ModelConfig, tokens: int, devices: int, load: float) -> int:
     """Bytes that a device receives in one pass of every sparse layer's all-to-all, there and back."""
     c = config
-    room, _ = parallel.expert_room(
+    room, _ = expert_dispatch.expert_room(
         tokens // devices, c.num_experts_per_tok, c.n_routed_experts // devices, devices, load
     )
     return layers(c).sparse * 2 * devices * room * c.hidden_size * jnp.dtype(c.dtype).itemsize

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax import parallel
+from longstraw_jax import expert_dispatch, parallel
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.model.linear import Pair
 from longstraw_jax.model.mla import MLA
@@ -187,7 +187,7 @@ class Block(nnx.Module):
             routed &= ids >= 0
         ids = jnp.where(routed, ids, self.config.n_routed_experts)
         names = ("gate_proj", "up_proj", "down_proj")
-        y = parallel.routed_experts(
+        y = expert_dispatch.routed_experts(
             flat, ids, weights, {name: getattr(self.mlp.experts, name)[...] for name in names}, layer,
             {name: pairs[f"mlp.experts.{name}"][:3] for name in names if f"mlp.experts.{name}" in pairs},
             None if run.gate is None else run.gate.reshape(-1), run.axis, load=run.expert_load,

@@ -64,7 +64,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Weights of the routed experts, [E, in, out]; applied by parallel.routed_experts."""
+    """Weights of the routed experts, [E, in, out]; applied by expert_dispatch.routed_experts."""
 
     def __init__(self, config: ModelConfig, *, stack, dtype):
         e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size

@@ -36,6 +36,9 @@ frozen_2m|4|580|the same at 2,097,152 tokens
 kernels|4|580|every kernel beside XLA
 sampling|6|580|decode of groups of 1, 8 and 64 at 65,536 and 1,048,576 tokens beside the floor of bytes
 ragged|3|400|members that end early: 8 of 64 at a time beside all at once
+reader|2|400|the shipped reader measured without training
+positions|8|900|the reader by position of the evidence: in its window, and at twice its window with untrained YaRN
+refresh|6|900|refresh policies on the reader at 65,520 tokens
 plan|10|1800|the programs of the full model compiled for 32 GPUs
 devices_slice|5|580|two GPUs beside one: 2 full-width layers at 65,536 tokens (needs 2 GPUs)
 devices_tiny|3|400|two GPUs beside one: the tiny random model at 16,384 tokens (needs 2 GPUs)
@@ -120,6 +123,26 @@ run_ragged() {
     "$python" experiments/bench_sampling.py --tokens=65536 --groups=64 --slots=0,8 --end_chance=0.03 --response=128 \
         --out="$1/ragged.json"
 }
+run_reader() { "$python" experiments/pretrain_tiny.py --evaluate=experiments/reader --workdir="$1"; }
+positions() { # OUT/positions, name, tokens, flags
+    "$python" experiments/eval_positions.py --config=experiments/configs/grpo.py \
+        --config.model.checkpoint=experiments/reader --config.grpo.max_new_tokens=16 --config.capture.chunk=8192 \
+        --tokens="$3" --control_tokens=4080 --kinds=needle,needles --distractors=16 --seeds=8 \
+        --prompts="$1/$2_prompts.jsonl" --out="$1/$2.json" "${@:4}"
+}
+run_positions() {
+    positions "$1" window 65520 && positions "$1" beyond 131056 --positions=early,middle,late,beyond \
+        --config.model.yarn_positions=131072
+}
+run_refresh() {
+    "$python" experiments/build_tasks.py --checkpoint=experiments/reader --tokens=65520 --kinds=needles \
+        --positions=middle --distractors=16 --seeds=2 --out="$1/rows.jsonl" &&
+        "$python" experiments/refresh_policy.py --config.model.checkpoint=experiments/reader --tokens=0 \
+            --config.data.paths="(\"$1/rows.jsonl\",)" --config.data.document=none --config.grpo.max_new_tokens=16 \
+            --config.reward.functions='("exact_match", "longstraw_jax.tasks.rewards:leading_share")' \
+            --config.reward.weights="(1.0, 0.5)" --config.optimizer.learning_rate=1e-3 --config.capture.chunk=8192 \
+            --seeds=0,1,2 --out="$1"
+}
 run_plan() {
     "$python" experiments/compile_plan.py --config=glm52 --tokens=2097152 --topology=cuda:4x8x1 --out="$1"
 }
@@ -141,7 +164,7 @@ run_plots() {
 
 # A step runs in a shell of its own, which timeout can end with all that it started.
 export python scratch out
-export -f long parity run_mode
+export -f long parity positions run_mode
 for name in "${chosen[@]}"; do
     limit=$(printf '%s\n' "$steps" | awk -F'|' -v name="$name" '$1 == name { print $3 }')
     action=run_$name

@@ -14,10 +14,8 @@ An evaluation that was stopped goes on after its last prompt. Exit status 2 on b
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -45,7 +43,6 @@ PARAMETERS = (
     "tokens", "control_tokens", "kinds", "positions", "distractors", "digits", "seeds", "first_seed", "native_window",
     "text",
 )  # fmt: skip
-PACKAGES = ("longstraw_jax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
 def freeze_prompts(path: pathlib.Path, checkpoint_dir: str, values: Any) -> None:
@@ -259,15 +256,15 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
         progress=progress,
     )
     rope = job.model.config.rope_parameters
-    device = jax.devices()[0]
+    by = receipt.made_by(job.model.devices)
     made = position_eval.write_receipt(
         out,
         results,
         created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        code=receipt.describe_code(pathlib.Path(train.__file__).resolve().parent),
-        python=platform.python_version(),
-        packages={name: importlib.metadata.version(name) for name in PACKAGES},
-        devices={"platform": device.platform, "kind": device.device_kind, "count": job.model.devices},
+        code=by["code"],
+        python=by["python"],
+        packages=by["packages"],
+        devices=by["device"],
         config={"sha256": fingerprint.sha256_json(resolved), "resolved": resolved},
         checkpoint={"path": config.model.checkpoint, "weights_fingerprint": job.base_sha},
         adapter=None if adapters is None else {"path": values.adapter, "fingerprint": adapter_words},

@@ -23,7 +23,6 @@ checkpoint's come by YaRN.
 import dataclasses
 import json
 import pathlib
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -286,8 +285,9 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
     every, bounds = numbers("every", values.every, int, 1), numbers("bounds", values.bounds, float, 0.0)
     config = config.copy_and_resolve_references()
     chosen = RefreshPolicy(**config.refresh)
-    bench, out, device = prepare(config, values), pathlib.Path(values.out), jax.devices()[0]
+    bench, out = prepare(config, values), pathlib.Path(values.out)
     job = bench.job
+    by = receipt.made_by(job.model.devices)
     policy = dataclasses.replace(job.policy, updates=1, mode="detached", refresh=chosen)
     resolved = train_grpo.plain(config)
     del resolved["data"]["paths"]  # the prompts' own hashes say what they hold
@@ -296,13 +296,13 @@ def run(config: ConfigDict, values: Any) -> dict[str, Any]:
         "weights_fingerprint": job.base_sha,
         "prompts": [{"tokens": ids.size, "sha256": fingerprint.sha256_json(ids.tolist())} for ids in bench.prompts],
         "eval_groups": values.eval_groups,
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": job.model.devices},
+        "device": by["device"],
         "kernels": kernels.implementations(job.model),
-        "python": platform.python_version(),
-        "packages": receipt.package_versions(),
+        "python": by["python"],
+        "packages": by["packages"],
     }
     path = out / "refresh_policy.json"
-    result, code = begun(path, setup), receipt.describe_code(pathlib.Path(train.__file__).resolve().parent)
+    result, code = begun(path, setup), by["code"]
 
     def keep(part, row, **named):
         if code not in result["code"]:

@@ -52,6 +52,8 @@ def check(config: ConfigDict, modes: Sequence[str], seeds: Sequence[int]) -> Non
     """Raises ValueError for what a field cannot be."""
     for mode in modes:
         rollout.check_mode(mode)
+    if bad := [mode for mode in modes if not config.learning_rates[mode] >= 0]:
+        raise ValueError(f"learning_rates.{bad[0]}={config.learning_rates[bad[0]]}; accepted: 0 or above")
     if bad := [seed for seed in seeds if not 0 <= seed < MOST_SEED]:
         raise ValueError(f"--seeds={bad[0]}; accepted: 0 to {MOST_SEED - 1}")
     job, task, wanted = config.job, config.task, config.held_out
@@ -116,6 +118,7 @@ def job_of(config: ConfigDict, rows: pathlib.Path, mode: str, seed: int) -> Conf
     """The main job's configuration of one run; every evaluated step keeps its checkpoint."""
     job = config.job.copy_and_resolve_references()  # ConfigDict(job) would share its sections
     job.seed, job.grpo.mode, job.data.paths = seed, mode, (str(rows),)
+    job.optimizer.learning_rate = config.learning_rates[mode] or job.optimizer.learning_rate
     job.checkpoint.every, job.checkpoint.keep = config.held_out.every, job.steps // config.held_out.every
     return job
 

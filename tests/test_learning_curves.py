@@ -154,6 +154,7 @@ def test_the_task_is_the_one_with_signal_and_room(shares, kind, tmp_path, monkey
         ({"held_out.goal": float("nan")}, [], [], "held_out.goal=nan; accepted: a rise in accuracy"),
         ({"job.grpo.slots": -1}, ["frozen"], [0], "grpo.slots=-1; accepted: at least 0"),
         ({"job.refresh.policy": "drift"}, ["detached", "exact"], [0], "refresh.policy='drift' with mode='exact'"),
+        ({"learning_rates.exact": -1.0}, ["exact"], [0], "learning_rates.exact=-1.0; accepted: 0 or above"),
         ({"job.checkpoint.every": 0}, [], [], "checkpoint.every=0; accepted: at least 1"),
     ],
 )
@@ -161,6 +162,12 @@ def test_what_makes_no_sense_is_refused(changes, modes, seeds, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         learning_curves.run(config(**changes), tmp_path, modes, seeds)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mode_s_own_learning_rate_goes_before_the_job_s(tmp_path):
+    made = config(**{"learning_rates.exact": 0.5})
+    rates = [learning_curves.job_of(made, tmp_path, mode, 0).optimizer.learning_rate for mode in ("exact", "frozen")]
+    assert rates == [0.5, made.job.optimizer.learning_rate] and rates[0] != rates[1]
 
 
 def test_other_rows_under_the_same_name_are_refused(made, folder):

@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
     job = _GRPO["get_config"]()
     job.steps = 100
     job.mesh.devices, job.mesh.emulate = 8, True
+    job.data.rows_per_step = 4
     job.grpo.group = 8
     job.grpo.max_new_tokens = 16  # three numbers of four digits, the spaces and the eos
     # What is measured, and half as much for the answer's first digits, so that near misses differ.
@@ -28,6 +29,8 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "job": job,
+            # By mode, as a step moves more where it moves the prompt's own state too; 0: job.optimizer.learning_rate.
+            "learning_rates": {"frozen": 0.0, "detached": 0.0, "exact": 0.0},
             "task": {
                 "kind": "",  # "": chosen by the rule of learning_curves.py among `kinds`
                 "kinds": ("needles",),  # the reader gets needle always right, chain and sum hardly ever

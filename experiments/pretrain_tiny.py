@@ -143,7 +143,8 @@ def served_alike(job: Job, base: Params, batch: step_lib.Batch) -> dict[str, Any
     ids = batch.ids[:SPARSE_ROWS]
     hidden, _ = jax.jit(forward.forward, static_argnums=0)(job.model, base, None, ids)
     sparse = np.asarray(forward.logits(job.model, base, None, hidden)).argmax(-1)
-    dense = np.asarray(measure.judged(job.model, base, batch, dense_pass.Options(config.index_topk, index=True))[1])
+    options = dense_pass.Options(job.model.config.index_topk, index=True)
+    dense = np.asarray(measure.judged(job.model, base, batch, options)[1])
     return {"tokens": int(ids.size), "same_likeliest": float((sparse == dense[:SPARSE_ROWS]).mean())}
 
 

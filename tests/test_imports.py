@@ -1,6 +1,8 @@
 """The layout's rules: what may import what, who may call a collective, how files are named, opened and sized."""
 
 import ast
+import builtins
+import dis
 import graphlib
 import importlib
 import pathlib
@@ -119,6 +121,22 @@ def collective_calls(source: str) -> set[str]:
     return found
 
 
+def undefined(source: str) -> set[str]:
+    """Global names that the source uses and nothing in it binds; the linter leaves them out, as shapes in annotations
+    look like them to it."""
+    used, bound = set(), {*dir(builtins), "__file__", "__annotations__"}
+    codes = [compile(source, "source", "exec", dont_inherit=True)]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if hasattr(constant, "co_code")]
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                used.add(step.argval)
+            elif step.opname in ("STORE_GLOBAL", "STORE_NAME"):
+                bound.add(step.argval)
+    return used - bound
+
+
 def test_every_file_imports_only_what_stands_above_it():
     assert import_problems(sources()) == []
 
@@ -172,6 +190,17 @@ def test_the_import_check_sees(files, problem):
 )
 def test_the_collective_check_sees(source):
     assert len(collective_calls(source)) == 1
+
+
+def test_every_global_name_is_bound():
+    tests = {str(file): file.read_text() for file in (ROOT / "tests").glob("*.py")}
+    found = {module: undefined(source) for module, source in (sources() | tests).items()}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("source", ["x = y", "def f():\n    return [y for _ in range(3)]", "class A:\n    b: y = 1"])
+def test_the_check_of_names_sees(source):
+    assert undefined(source) == {"y"}
 
 
 def test_every_name_taken_from_a_module_of_ours_is_there():

@@ -107,6 +107,13 @@ def test_e5_experts_and_their_gradients_equal_the_dense_form(routing, devices):
 MANY = 2304
 
 
+@pytest.mark.parametrize("load", [1.0, 1.7, 2.0, 31.0, 32.0])
+def test_the_passes_hold_the_worst_case_whether_or_not_it_divides(load):
+    worst = 301  # every token of a device on one expert of another
+    room, passes = expert_dispatch.expert_room(worst, 2, 1, 32, load)
+    assert (passes - 1) * room < worst <= passes * room
+
+
 @pytest.mark.parametrize(
     "devices, routing, load", [(32, "spread", 1.0), (32, "one expert", 2.0), (8, "last device", 1.0)]
 )

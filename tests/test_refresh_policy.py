@@ -8,6 +8,7 @@ import pytest
 import tiny_jobs  # puts experiments/ on the path
 
 from longstraw_jax import train
+from longstraw_jax.evidence import receipt
 from longstraw_jax.prefix.refresh import RefreshPolicy
 
 import refresh_policy  # isort: skip
@@ -40,6 +41,7 @@ def test_every_row_is_in_the_receipt_and_in_the_table(finished):
     assert [row["policy"] for row in result["policies"]] == ["every_step", "every_n 2", "drift 0", "drift 1000"]
     assert len((out / "refresh_policy.txt").read_text().splitlines()) == 2 + 4 + 1
     assert (out / "refresh_policy.png").stat().st_size > 10_000
+    assert result["setup"].items() >= {k: v for k, v in receipt.made_by(1).items() if k != "code"}.items()
     assert "paths" not in result["setup"]["config"]["data"] and len(result["setup"]["prompts"]) == 2
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import build_tasks
 import train_grpo
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from longstraw_jax.command import fail, parse_flags
+from longstraw_jax.command import define_config, fail, parse_flags
 
 MARK = ".longstraw_demo"  # a folder without it is never removed
 RISE = 3.0  # standard errors that the last five steps' mean reward must lie above the first five's
@@ -116,6 +116,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     default = pathlib.Path(__file__).parent / "configs" / "demo.py"
-    config_flags.DEFINE_config_file("config", str(default), "Configuration of the demo.")
+    define_config(default, "Configuration of the demo.")
     flags.DEFINE_string("workdir", "runs/demo", "Run folder; it is made anew.")
     app.run(main, flags_parser=parse_flags)

@@ -30,10 +30,10 @@ import build_tasks
 import eval_positions
 import train_grpo
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from longstraw_jax import fingerprint, interrupt, job_config, rollout, train
-from longstraw_jax.command import fail, parse_flags_alone
+from longstraw_jax.command import define_config, fail, parse_flags_alone
 from longstraw_jax.evidence import learning, position_eval, receipt, result_plots
 from longstraw_jax.io import checkpoint, metrics
 from longstraw_jax.io.run_lock import run_lock
@@ -360,7 +360,7 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", str(HERE / "configs" / "learn_tiny.py"), "Job, task and evaluation.")
+    define_config(HERE / "configs" / "learn_tiny.py", "Job, task and evaluation.")
     flags.DEFINE_list("modes", list(rollout.MODES), "Prefix-gradient modes to run; none: aggregate what is there.")
     flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds to run.")
     flags.DEFINE_string("out", "runs/learning", "Folder of the runs, the receipt, the table and the plot.")

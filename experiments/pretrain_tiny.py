@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from longstraw_jax import config as config_lib
 from longstraw_jax import fingerprint, forward
-from longstraw_jax.command import fail, parse_flags
+from longstraw_jax.command import define_config, fail, parse_flags
 from longstraw_jax.evidence import kernels, memory, receipt
 from longstraw_jax.io import hf_checkpoint
 from longstraw_jax.io import prompt as prompt_lib
@@ -334,7 +334,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", str(HERE / "configs" / "pretrain_tiny.py"), "Configuration of the run.")
+    define_config(HERE / "configs" / "pretrain_tiny.py", "Configuration of the run.")
     flags.DEFINE_string("workdir", "runs/pretrain", "Run folder, new or empty; for --evaluate without evaluation.json.")
     flags.DEFINE_string("evaluate", "", "Trains nothing: a checkpoint folder to measure, into evaluation.json.")
     app.run(main, flags_parser=parse_flags)

@@ -33,7 +33,7 @@ import numpy as np
 import prefix_gradient
 import train_grpo
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from longstraw_jax import command, fingerprint, job_config, lora, replay, rollout, train
 from longstraw_jax import config as config_lib
@@ -390,7 +390,7 @@ def main(_: list[str]) -> None:
 
 if __name__ == "__main__":
     default = pathlib.Path(__file__).parent / "configs" / "refresh_policy.py"
-    config_flags.DEFINE_config_file("config", str(default), "The job; config.mesh.devices: of how many devices.")
+    command.define_config(default, "The job; config.mesh.devices: of how many devices.")
     flags.DEFINE_integer("tokens", 65_536, "Prompt tokens, by data.prompt_tokens; 0: as the configuration says.")
     flags.DEFINE_list("seeds", ["0"], "Of adapters and sampling, each a run.")
     flags.DEFINE_list("parts", list(PARTS), "What to measure.")

@@ -1,10 +1,14 @@
 """Command lines: bad input is one line on stderr and exit code 2."""
 
+import contextlib
 import logging
+import pathlib
 import sys
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from absl import flags
+from ml_collections import config_flags
 
 from longstraw_jax import launch
 
@@ -24,21 +28,36 @@ def fail(error: Exception | str) -> NoReturn:
     sys.exit(2)
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """absl's parsing with the exit code of bad input: an unknown field or a value of the wrong type."""
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it tells each backend that is not there
+@contextlib.contextmanager
+def _told_in_a_line(argv: Sequence[str]) -> Iterator[None]:
+    """An unknown field or a value of the wrong type ends the program as bad input does."""
     try:
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError) as error:  # holds the one name that the configuration lacks
-        name = str(error).strip("'\"")
+        yield
+    except (AttributeError, KeyError) as error:  # holds the name that the configuration lacks, and one like it
+        lacking = error.args[0].args[0] if isinstance(error.args[0], KeyError) else error.args[0]
+        name, _, like = str(lacking).partition("\n")
+        name, like = name.strip("'\""), like and f" ({like})"
         given = [a.partition("=")[0] for a in argv if f".{name}" in a.partition("=")[0]]
-        fail(f"{', '.join(given) or '--config'}: no field {name!r}; accepted: those of the --config file")
+        fail(f"{', '.join(given) or '--config'}: no field {name!r}; accepted: those of the --config file{like}")
     except (flags.Error, TypeError, ValueError, OSError) as error:
         told = str(error)
         for said, accepted in _ACCEPTED.items():
             flag, found, _ = told.partition(f": {said}")
             told = f"{flag}; accepted: {accepted}" if found else told
         fail(told)
+
+
+def define_config(default: pathlib.Path, told: str) -> None:
+    """`--config` with a default file. Its fields' flags are parsed here already, before all others."""
+    with _told_in_a_line(sys.argv):
+        config_flags.DEFINE_config_file("config", str(default), told, flag_values=flags.FLAGS)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """absl's parsing with the exit code of bad input: an unknown field or a value of the wrong type."""
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # it tells each backend that is not there
+    with _told_in_a_line(argv):
+        return flags.FLAGS(argv)
 
 
 def parse_flags_alone(argv: list[str]) -> list[str]:

@@ -50,3 +50,25 @@ def test_a_value_of_another_type_says_what_is_accepted(flags_of_a_program, argum
 
 def test_flags_alone_are_parsed(flags_of_a_program):
     assert command.parse_flags_alone(["program", "--steps=2"]) == ["program"] and flags_of_a_program.steps == 2
+
+
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("--config.no_section.steps=1", "--config.no_section.steps: no field 'no_section'"),
+        ("--config.no_field=1", "--config.no_field: no field 'no_field'"),
+        ("--config.stepz=1", "--config.stepz: no field 'stepz'"),  # near enough for a suggestion
+        ("--config.steps=two", "flag --config.steps=two; accepted: an integer"),
+    ],
+)
+def test_a_wrong_field_of_a_default_configuration_is_one_line(argument, said, tmp_path, monkeypatch, capsys):
+    config = tmp_path / "config.py"
+    config.write_text("import ml_collections\ndef get_config():\n    return ml_collections.ConfigDict({'steps': 1})\n")
+    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+    argv = ["program", argument]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit) as exit:
+        command.define_config(config, "")
+        command.parse_flags_alone(argv)
+    told = capsys.readouterr().err
+    assert exit.value.code == 2 and told.startswith(f"error: {said}") and told.count("\n") == 1

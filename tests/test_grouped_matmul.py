@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.grouped_matmul import api, hopper, hopper_transposed, tpu
+from pallas_kernels.grouped_matmul import api, blocks, hopper, hopper_transposed, tpu
 
 SIZES = {
     "uneven": [5, 130, 3, 52],
@@ -62,23 +62,43 @@ def close(got, want, tolerance=1e-2):
     assert np.abs(f64(got) - want).max() <= tolerance * max(np.abs(want).max(), 1e-30)
 
 
-@jax.jit
-def _product_and_gradients(x, w, dy, sizes):
-    y, pull = jax.vjp(lambda x, w: api.grouped_matmul(x, w, sizes), x, w)
+@functools.partial(jax.jit, static_argnames="implementation")
+def _product_and_gradients(x, w, dy, sizes, implementation):
+    y, pull = jax.vjp(lambda x, w: api.grouped_matmul(x, w, sizes, implementation=implementation), x, w)
     return y, *pull(dy)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", SIZES)
-def test_reference_product_and_gradients(name, dtype):
+@pytest.mark.parametrize("implementation", ["reference", "blocks"])
+def test_plain_product_and_gradients(implementation, name, dtype):
     sizes = SIZES[name]
     x, w = poisoned(normal(0, ROWS, D, dtype=dtype), sizes), normal(1, 4, D, F, dtype=dtype)
     dy = normal(2, ROWS, F, dtype=dtype)
-    y, dx, dw = _product_and_gradients(x, w, dy, jnp.asarray(sizes))
+    y, dx, dw = _product_and_gradients(x, w, dy, jnp.asarray(sizes), implementation)
     assert y.dtype == dtype and (f64(y)[sum(sizes) :] == 0).all()
     close(y, want_product(x, w, sizes))
     close(dx, want_product(dy, w.swapaxes(1, 2), sizes))
     close(dw, want_outer(x, dy, sizes))
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 70, 1], [0, 0, 90, 0], [900, 0, 0, 5]])
+def test_blocks_at_other_shapes(sizes):
+    """Rows that no block divides, every row in one group, sizes over the rows that there are."""
+    for rows in (1, 77, 1000):
+        x, w = normal(3, rows, 24, dtype=jnp.float32), normal(4, 4, 24, 40, dtype=jnp.float32)
+        within = np.diff(np.minimum(np.cumsum([0, *sizes]), rows))
+        found = api.grouped_matmul(x, w, jnp.asarray(sizes), implementation="blocks")
+        close(found, want_product(x, w, within), 1e-6)
+
+
+def test_a_block_is_near_the_mean_group():
+    rows = {1: 8, 32: 8, 512: 16, 600: 32, 16384: 128, 10**6: 128}
+    assert {rows: blocks.block_rows(rows, 32) for rows in rows} == rows
+
+
+def test_on_a_cpu_the_blocks_serve():
+    assert api.backend(normal(0, 4, D), normal(1, 2, D, F)) == "blocks"
 
 
 def test_hopper_kernel_and_its_gradients_in_interpret_mode(interpret):
@@ -134,9 +154,10 @@ def adapted(implementation, x, w, a, b, sizes, gate, dy, first=None):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_reference_update(dtype):
+@pytest.mark.parametrize("implementation", ["reference", "blocks"])
+def test_plain_update(implementation, dtype):
     args, want = adapted_case(dtype)
-    found = jax.jit(functools.partial(adapted, "reference"))(*args)
+    found = jax.jit(functools.partial(adapted, implementation))(*args)
     for got, right in zip(found, want, strict=True):
         close(got, right, 1e-2 if dtype == jnp.bfloat16 else 1e-5)
 
@@ -156,7 +177,9 @@ def product(implementation, x, w, sizes, dy, first=None):
     return y, *pull(dy)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "interpret", pytest.param("hopper", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "implementation", ["reference", "blocks", "interpret", pytest.param("hopper", marks=pytest.mark.gpu)]
+)
 def test_a_stack_of_layers_gives_the_bits_of_the_layer_alone(implementation, request):
     if implementation == "interpret":
         request.getfixturevalue("interpret")
@@ -188,12 +211,13 @@ def test_weights_gradient_false_makes_none():
     np.testing.assert_array_equal(f64(dx), f64(same))
 
 
-def test_under_shard_map_scan_remat_and_vmap():
+@pytest.mark.parametrize("implementation", ["reference", "blocks"])
+def test_under_shard_map_scan_remat_and_vmap(implementation):
     """Each of 32 devices has its own groups; a scan over layers with recomputation; a batch."""
     mesh = jax.make_mesh((32,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x, w = normal(0, 64, D, dtype=jnp.float32), normal(1, 32, D, D, dtype=jnp.float32) / D**0.5
     sizes = jnp.ones((32,), jnp.int32)
-    product = functools.partial(api.grouped_matmul, implementation="reference")
+    product = functools.partial(api.grouped_matmul, implementation=implementation)
 
     def layers(x, w, sizes):
         step = jax.checkpoint(lambda x, _: (product(x, w, sizes), None))

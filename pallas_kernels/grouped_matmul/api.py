@@ -11,9 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped_matmul import hopper, hopper_low_rank, hopper_transposed, reference, tpu
+from pallas_kernels.grouped_matmul import blocks, hopper, hopper_low_rank, hopper_transposed, reference, tpu
 
-IMPLEMENTATIONS = ("auto", "hopper", "tpu", "interpret", "reference")
+IMPLEMENTATIONS = ("auto", "hopper", "tpu", "interpret", "blocks", "reference")
+PLAIN = {"blocks": blocks.grouped_matmul, "reference": reference.grouped_matmul}  # differentiated by JAX
 MULTIPLE = 128  # features of a tile of the Hopper kernels
 MAX_RANK = 64
 
@@ -23,6 +24,12 @@ def _hopper() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+
+
+def _cpu() -> bool:
+    """Whether the program is compiled for a CPU."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.devices()[0].platform if device is None else device.platform) == "cpu"
 
 
 def _hopper_problem(x, w, rank) -> str | None:
@@ -40,6 +47,8 @@ def _hopper_problem(x, w, rank) -> str | None:
 
 def _problem(x, w, rank, implementation) -> str | None:
     """Why the named implementation cannot serve here, or None."""
+    if implementation in PLAIN:
+        return None
     if implementation == "tpu":
         return tpu.problem(x, w)
     if implementation == "interpret" and jax.__version_info__ < (0, 11):
@@ -50,7 +59,7 @@ def _problem(x, w, rank, implementation) -> str | None:
 
 
 def backend(x: Float[Array, "M D"], w: Float[Array, "S D F"], rank: int = 0, implementation: str = "auto") -> str:
-    """The backend that serves these arrays: "hopper", "tpu", "interpret" or "reference".
+    """The backend that serves these arrays: one of IMPLEMENTATIONS but "auto".
 
     Raises:
       ValueError: the named one is unknown or cannot serve; "auto" always finds one.
@@ -61,9 +70,8 @@ def backend(x: Float[Array, "M D"], w: Float[Array, "S D F"], rank: int = 0, imp
         for name in ("hopper", "tpu"):
             if not _problem(x, w, rank, name):
                 return name
-        return "reference"
-    problem = None if implementation == "reference" else _problem(x, w, rank, implementation)
-    if problem:
+        return "blocks" if _cpu() else "reference"
+    if problem := _problem(x, w, rank, implementation):
         raise ValueError(f"implementation={implementation!r}: {problem}")
     return implementation
 
@@ -170,8 +178,8 @@ def grouped_matmul(
       x, w: of one type. group_sizes: integers; rows past x are dropped.
       first: w holds the matrices of several layers, of which group e's is w[first + e]. On Hopper nothing of w is
         copied, which a slice of a scanned stack would be. w's gradient has its shape, 0 elsewhere. None for S = E.
-      implementation: "auto" (the device's kernels where they fit, else "reference"), "hopper", "tpu", "interpret"
-        (Hopper's kernels on the host, for tests) or "reference".
+      implementation: "auto" (the device's kernels where they fit, "blocks" on a CPU, else "reference"), "hopper",
+        "tpu", "interpret" (Hopper's kernels on the host, for tests), "blocks" or "reference".
       weights_gradient: False treats w as constant: the backward pass neither keeps x nor makes w's gradient.
 
     Raises:
@@ -181,8 +189,8 @@ def grouped_matmul(
     name = backend(x, w, 0, implementation)
     if not weights_gradient:
         w = jax.lax.stop_gradient(w)
-    if name == "reference":
-        return reference.grouped_matmul(x, reference.matrices(w, group_sizes, first), group_sizes)
+    if name in PLAIN:
+        return PLAIN[name](x, reference.matrices(w, group_sizes, first), group_sizes)
     return _product(x, w, group_sizes, first, name, weights_gradient)
 
 
@@ -216,10 +224,8 @@ def adapted_grouped_matmul(
     _check_update(x, w, a, b, group_sizes, gate)
     name = backend(x, w, a.shape[-1], implementation)
     w = jax.lax.stop_gradient(w)
-    if name in ("reference", "tpu"):
-        product = reference.grouped_matmul
-        if name == "tpu":
-            product = functools.partial(grouped_matmul, implementation="tpu")
+    if name == "tpu" or name in PLAIN:
+        product = PLAIN.get(name) or functools.partial(grouped_matmul, implementation="tpu")
         w = reference.matrices(w, group_sizes, first)
         return reference.adapted_grouped_matmul(x, w, a, b, group_sizes, gate, scale, product=product)
     return _adapted(x, w, a, b, group_sizes, gate, first, name, float(scale))

@@ -56,7 +56,8 @@ else
     chosen=("$@")
 fi
 for name in "${chosen[@]}"; do
-    if ! printf '%s\n' "$steps" | grep -q "^$name|"; then
+    # No grep -q behind a pipe: it may end before printf has written all, which pipefail takes for a step not found.
+    if [[ $'\n'$steps != *$'\n'"$name|"* ]]; then
         echo "error: step '$name' is not known; accepted: $(printf '%s\n' "$steps" | cut -d'|' -f1 | xargs)" >&2
         exit 2
     fi

@@ -111,6 +111,18 @@ def test_pages_out_of_order_and_a_partly_filled_last_page(implementation, heads,
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize("dim", [16, 32, 96])
+def test_heads_narrower_than_a_kernel_s(dim, implementation):
+    """What fills them up changes neither scores nor ties; 96 are filled up to 128."""
+    rng = np.random.default_rng(dim)
+    q, w, k = rng.integers(-2, 3, (9, HEADS, dim)), rng.integers(-2, 3, (9, HEADS)) / 4, rng.integers(-2, 3, (150, dim))
+    scores = (w[..., None] * np.maximum(np.einsum("tih,sh->tis", q, k), 0)).sum(1)
+    inputs = jnp.asarray(q, jnp.bfloat16), jnp.asarray(w, jnp.float32), jnp.asarray(k, jnp.bfloat16)
+    limit = [150, 0, 3, 64, 65, 128, 149, 20, 90]
+    check(index_topk(*inputs, limit, 20, implementation=implementation), scores, limit, 20)
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
 def test_one_query_and_fewer_keys_than_k(implementation):
     q, w, keys, scores = small_integers(3, 1, 70)
     check(index_topk(q, w, keys, [70], 100, implementation=implementation), scores, [70], 100)
@@ -253,6 +265,14 @@ def test_merge_ranks_nan_first_and_absent_last():
         (dict(implementation="cuda"), "implementation: 'cuda'; accepted are auto, hopper"),
         (dict(implementation="hopper"), "implementation 'hopper': device"),
         (dict(implementation="interpret", q=jnp.zeros((4, HEADS, DIM))), "dtypes q float32"),
+        (
+            dict(
+                implementation="interpret",
+                q=jnp.zeros((4, HEADS, 130), jnp.bfloat16),
+                keys=jnp.zeros((64, 130), jnp.bfloat16),
+            ),
+            "head dim 130; accepted is at most 128",
+        ),
         (dict(implementation="interpret", k=4096), "k 4096; accepted is at most 2048"),
     ],
 )

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.indexer_topk import hopper, hopper_select, reference, tpu
 
 IMPLEMENTATIONS = ("auto", "hopper", "tpu", "interpret", "reference")
+WIDTHS = (64, 128)  # head dims of the Hopper kernels; narrower heads are filled up with zeros
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in the device kind: compute capability 9.0
 PAGE = 64
 
@@ -31,7 +32,8 @@ def index_topk(
     (query, key) the same score wherever it lies, so equal keys tie bit for bit; two backends may round differently.
     Candidates of several calls combine with `reference.merge` once each has the caller's global positions.
 
-    Work follows the largest limit of each block of queries, not S; memory beyond inputs and outputs is below 1.5 GiB.
+    Work follows the largest limit of each block of queries, not S; memory beyond inputs and outputs is below 1.5 GiB,
+    and the keys once more on Hopper if H is neither 64 nor 128.
     Works under jit, scan, remat, shard_map (check_vma=False) and vmap (one after another). There is no gradient:
     selection is not differentiable, and the scores are those of a frozen indexer.
 
@@ -68,6 +70,9 @@ def index_topk(
         pages = table[0].astype(jnp.int32) if table else None
         if name == "tpu":
             return tpu.index_topk(q, w, keys, pages, limit, min(k, length))
+        if q.shape[2] not in WIDTHS:
+            lacking = next(width for width in WIDTHS if width > q.shape[2]) - q.shape[2]
+            q, keys = (jnp.pad(x, ((0, 0), (0, 0), (0, lacking))) for x in (q, keys))
         return hopper.index_topk(q, w, keys, pages, limit, min(k, length), interpret=name == "interpret")
 
     scores, ids = run(*inputs, limit, *table)
@@ -100,8 +105,8 @@ def _obstacle(q, keys, k):
     """Why the Hopper kernels cannot take these arguments."""
     if q.dtype != jnp.bfloat16 or keys.dtype != jnp.bfloat16:
         return f"dtypes q {q.dtype}, keys {keys.dtype}; accepted is bfloat16"
-    if q.shape[2] not in (64, 128):
-        return f"head dim {q.shape[2]}; accepted are 64 and 128"
+    if q.shape[2] > WIDTHS[-1]:
+        return f"head dim {q.shape[2]}; accepted is at most {WIDTHS[-1]}"
     if q.shape[1] not in (8, 16, 32, 64, 128):
         return f"heads {q.shape[1]}; accepted are 8, 16, 32, 64 and 128"
     if k > hopper_select.MAX_K:

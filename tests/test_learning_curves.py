@@ -178,7 +178,7 @@ def test_other_rows_under_the_same_name_are_refused(made, folder):
 def test_the_default_is_what_it_says():
     made = tiny_jobs.defaults("learn_tiny")
     assert tiny_jobs.leaves(made.job).keys() == tiny_jobs.leaves(tiny_jobs.defaults()).keys()
-    assert made.job.steps == 100 and made.job.mesh.devices == 8 and made.job.grpo.group == 8
+    assert made.job.steps == 100 and made.job.mesh.devices == 8 and made.job.grpo.group == 16
     assert made.task.tokens + made.job.grpo.max_new_tokens == 4096
     learning_curves.check(made, ["frozen", "detached", "exact"], [0, 1, 2])
     small = tiny_jobs.defaults("learn_cpu")

@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     config = _TINY["get_config"]()
     config.job.mesh.devices = 1
     config.job.data.rows_per_step = 2
-    config.job.grpo.max_new_tokens = 4
+    config.job.grpo.update(group=8, temperature=1.0, max_new_tokens=4)
     config.job.capture.chunk = 192
     config.task.update(kind="needle", tokens=188, distractors=1, digits=2)
     config.held_out.update(rows=96, every=25)

@@ -54,6 +54,7 @@ TOGETHER = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups
 def pytest_collection_modifyitems(items):
     """Groups for --dist=loadgroup, in the order of TOGETHER; the others as they were collected."""
     places = {name: place for place, name in enumerate(name for names in TOGETHER for name in names)}

@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     job.mesh.devices, job.mesh.emulate = 8, True
     job.data.rows_per_step = 4
     job.grpo.group = 16
-    # At 1.0 the reader is so sure that after 30 steps all members of three groups in five answer alike: no signal.
+    # At 1.0 the reader is soon so sure that all members of most groups answer alike: no signal.
     job.grpo.temperature = 1.5
     job.grpo.max_new_tokens = 16  # three numbers of four digits, the spaces and the eos
     # What is measured, and half as much for the answer's first digits, so that near misses differ.

@@ -19,17 +19,13 @@ MULTIPLE = 128  # features of a tile of the Hopper kernels
 MAX_RANK = 64
 
 
+def _device():
+    """What the program is compiled for; the abstract mesh speaks for absent devices."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def _hopper() -> bool:
-    """Whether the program is compiled for a Hopper GPU; the abstract mesh speaks for absent devices."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
-
-
-def _cpu() -> bool:
-    """Whether the program is compiled for a CPU."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (jax.devices()[0].platform if device is None else device.platform) == "cpu"
+    return any(name in _device().device_kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 
 def _hopper_problem(x, w, rank) -> str | None:
@@ -70,7 +66,7 @@ def backend(x: Float[Array, "M D"], w: Float[Array, "S D F"], rank: int = 0, imp
         for name in ("hopper", "tpu"):
             if not _problem(x, w, rank, name):
                 return name
-        return "blocks" if _cpu() else "reference"
+        return "blocks" if _device().platform == "cpu" else "reference"
     if problem := _problem(x, w, rank, implementation):
         raise ValueError(f"implementation={implementation!r}: {problem}")
     return implementation

@@ -24,8 +24,9 @@ def grouped_matmul(
     count = -(-rows // size) + groups  # at most, whatever the groups' sizes
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    last = jnp.cumsum(-(-(ends - starts) // size))  # one past the last block of each group
-    first = last - -(-(ends - starts) // size)
+    each = -(-(ends - starts) // size)  # blocks of each group
+    last = jnp.cumsum(each)  # one past the last
+    first = last - each
 
     block = jnp.arange(count)
     owner = jnp.minimum(jnp.searchsorted(last, block, side="right"), groups - 1)
